@@ -1,0 +1,148 @@
+"""The composition root: EngineConfig → Engine. The one module that imports runtime, model and attention."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from minisgl.attention.reference import ReferenceAttention
+from minisgl.config import EngineConfig
+from minisgl.engine import Engine
+from minisgl.model.decoder import Decoder
+from minisgl.model.weights import dummy_weights, load_weights
+from minisgl.request import context_limit
+from minisgl.runtime.memory import count_pages
+from minisgl.runtime.runner import ModelRunner
+from minisgl.scheduler import Scheduler
+from minisgl.source.hub import ModelFolder, Report
+from minisgl.source.model_config import ModelConfig, read_model_config
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PAGE_SIZE = 16
+
+
+def resolve(config: EngineConfig) -> EngineConfig:
+    """Replace every "auto" by what this machine has, in a new object; ValueError for what is not there.
+
+    It needs no model, so that a wrong choice is known before anything is downloaded.
+    """
+    if config.tp != 1:
+        raise ValueError(f"tp={config.tp}: tensor parallelism is not part of this version; tp must be 1")
+    if config.cuda_graph:
+        raise ValueError("cuda_graph=True: CUDA graphs are not part of this version; leave it unset or false")
+    if config.cuda_graph_max_bs:
+        raise ValueError(
+            f"cuda_graph_max_bs={config.cuda_graph_max_bs}: CUDA graphs are not part of this version; leave it unset"
+        )
+    for name in config.attention_backend.split(","):
+        if name not in ("auto", "reference"):
+            raise ValueError(
+                f"attention_backend={config.attention_backend!r}: {name!r} is not part of this version; "
+                "auto and reference are"
+            )
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda: torch sees no CUDA device; use --device cpu, or a torch built for your driver")
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    return replace(
+        config,
+        device=device,
+        dtype=dtype,
+        attention_backend="reference",
+        cuda_graph=False,
+        cuda_graph_max_bs=0,
+        page_size=config.page_size or DEFAULT_PAGE_SIZE,
+    )
+
+
+def model_length(config: EngineConfig, model: ModelConfig) -> int:
+    """The context that model and user allow, in tokens, before memory has its say."""
+    if config.max_model_len is None:
+        return model.max_position
+    if config.max_model_len > model.max_position:
+        raise ValueError(
+            f"max_model_len={config.max_model_len}: the model was made for at most {model.max_position} tokens"
+        )
+    return config.max_model_len
+
+
+def build_engine(config: EngineConfig, folder: ModelFolder, report: Report | None = None) -> Engine:
+    """Load a model and put an engine around it; `config` has passed `resolve`.
+
+    `report` is told of the loading, in bytes. ValueError, with the numbers, for what does not fit.
+    """
+    assert config.page_size is not None
+    model_config = read_model_config(folder.path)
+    length = model_length(config, model_config)
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    model = _load(config, folder, model_config, dtype, device, report)
+    pages = count_pages(model_config, config, config.page_size, dtype, device, length)
+    context = context_limit(length, pages, config.page_size)
+    if context < 2:
+        raise ValueError(f"{pages} KV pages of {config.page_size} tokens hold no request: raise --num-pages")
+    attention = ReferenceAttention(
+        num_layers=model_config.num_layers,
+        num_pages=pages,
+        page_size=config.page_size,
+        num_kv_heads=model_config.num_kv_heads,
+        head_size=model_config.head_size,
+        dtype=dtype,
+        device=device,
+    )
+    scheduler = Scheduler(
+        num_slots=config.max_running_requests,
+        num_pages=pages,
+        page_size=config.page_size,
+        context=context,
+        chunk_size=config.chunked_prefill_size,
+        policy=config.schedule_policy,
+        mixed=config.mixed_batch,
+        cache=config.cache,
+    )
+    runner = ModelRunner(
+        model,
+        attention,
+        num_slots=config.max_running_requests,
+        pages_per_slot=-(-context // config.page_size),
+        device=device,
+    )
+    logger.info(
+        "%s on %s in %s: %d KV pages of %d tokens, context %d",
+        folder.name,
+        device,
+        config.dtype,
+        pages,
+        config.page_size,
+        context,
+    )
+    if context < length:
+        logger.warning(
+            "the KV pool holds %d tokens: requests are limited to that, not to the model's %d", context, length
+        )
+    return Engine(scheduler, runner, overlap=config.overlap)
+
+
+def _load(
+    config: EngineConfig,
+    folder: ModelFolder,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    report: Report | None,
+) -> Decoder:
+    try:
+        model = Decoder(model_config, dtype, device)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"the weights of {folder.name} do not fit on {device} in {config.dtype}: {error}") from error
+    if config.load_format == "dummy":
+        dummy_weights(model)
+    else:
+        tell = None if report is None else partial(report, f"loading {folder.name}")
+        load_weights(model, folder.path, tell)
+    return model

@@ -1,0 +1,196 @@
+"""What a user can set. Plain frozen dataclasses: no torch, no Typer. Every option is written once, here."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType, NoneType, UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+
+from annotated_doc import Doc
+
+DType = Literal["auto", "float16", "bfloat16", "float32"]
+LoadFormat = Literal["auto", "dummy"]
+SchedulePolicy = Literal["fcfs", "lpm", "priority"]
+CacheKind = Literal["radix", "none"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """How the command line spells a field, where the field's own name does not say it all."""
+
+    aliases: tuple[str, ...] = ()
+    """Other flags that mean the same, e.g. `--max-num-seqs`."""
+    shorthands: Mapping[str, str | bool] = field(default_factory=lambda: MappingProxyType({}))
+    """Flags without a value that stand for one: `--disable-radix-cache` is `--cache none`."""
+    env: str | None = None
+    """The environment variable, where `MINISGL_` and the field's name in capitals means something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Engine
+
+    Raises ValueError, naming the field, its value and what is allowed.
+    """
+
+    model: Annotated[str, Doc("Local folder, .gguf file, Hugging Face repo id or alias.")] = "smollm2"
+    revision: Annotated[str | None, Doc("Branch, tag or commit of a Hugging Face repo.")] = None
+    dtype: Annotated[DType, Doc("Type of weights, activations and KV; auto: bfloat16 on CUDA, float32 on CPU.")] = (
+        "auto"
+    )
+    load_format: Annotated[LoadFormat, Doc("dummy: random weights, needs only config.json.")] = "auto"
+    device: Annotated[Device, Doc("Where the model runs; auto: cuda if there is one.")] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Doc("Longest request, prompt and answer together, in tokens; default: the model's."),
+        Flag(aliases=("--context-length",)),
+    ] = None
+    page_size: Annotated[int | None, Doc("Tokens per KV page; default: what the attention backend likes best.")] = None
+    num_pages: Annotated[int | None, Doc("KV pages; default: fill the memory.")] = None
+    gpu_memory_utilization: Annotated[
+        float, Doc("Share of GPU memory to use, above 0 and at most 1."), Flag(aliases=("--mem-fraction-static",))
+    ] = 0.9
+    max_running_requests: Annotated[int, Doc("Most requests that run together."), Flag(aliases=("--max-num-seqs",))] = (
+        256
+    )
+    chunked_prefill_size: Annotated[int, Doc("Most prompt tokens computed in one step.")] = 8192
+    mixed_batch: Annotated[bool, Doc("Let prompts and decoding requests share a step.")] = True
+    schedule_policy: Annotated[
+        SchedulePolicy, Doc("Who runs next: first come, longest cached prefix, or highest priority.")
+    ] = "fcfs"
+    cache: Annotated[
+        CacheKind,
+        Doc("Keep finished requests' KV for prompts with the same prefix."),
+        # $MINISGL_CACHE is the folder that models are kept in
+        Flag(shorthands={"--disable-radix-cache": "none"}, env="MINISGL_KV_CACHE"),
+    ] = "radix"
+    overlap: Annotated[
+        bool,
+        Doc("Prepare the next step while the device works on this one."),
+        Flag(shorthands={"--disable-overlap-schedule": False}),
+    ] = True
+    cuda_graph: Annotated[
+        bool | None,
+        Doc("Replay decode steps as CUDA graphs; default: where they exist."),
+        Flag(shorthands={"--disable-cuda-graph": False, "--enforce-eager": False}),
+    ] = None
+    cuda_graph_max_bs: Annotated[
+        int | None,
+        Doc("Largest decode batch kept as a CUDA graph; default: max_running_requests."),
+        Flag(aliases=("--cuda-graph-bs",)),
+    ] = None
+    attention_backend: Annotated[str, Doc("auto, reference, or PREFILL,DECODE to name one for each phase.")] = "auto"
+    tp: Annotated[int, Doc("GPUs to shard the model over."), Flag(aliases=("--tensor-parallel-size", "--tp-size"))] = 1
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if not self.model.strip():
+            raise ValueError("model must be a folder, a .gguf file, a repo id or an alias, got an empty text")
+        for name in ("page_size", "num_pages", "max_running_requests", "chunked_prefill_size", "tp"):
+            check_range(name, getattr(self, name), least=1)
+        check_range("max_model_len", self.max_model_len, least=2)
+        check_range("cuda_graph_max_bs", self.cuda_graph_max_bs, least=0)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling (unset: the model's own default)
+
+    A field that is None was not set by the user: `with_defaults` fills it from the model.
+    Raises ValueError, naming the field, its value and what is allowed.
+    """
+
+    max_tokens: Annotated[
+        int | None,
+        Doc("Most tokens to generate; default: the rest of the context."),
+        Flag(aliases=("--max-new-tokens",)),
+    ] = None
+    temperature: Annotated[
+        float | None, Doc("Flattens (above 1) or sharpens (below 1) the choice; 0 takes the likeliest.")
+    ] = None
+    top_k: Annotated[int | None, Doc("Choose among the k likeliest tokens; 0 or -1: all.")] = None
+    top_p: Annotated[
+        float | None, Doc("Choose among the fewest likeliest tokens that together have this probability.")
+    ] = None
+    seed: Annotated[int | None, Doc("Same seed, same draws; default: a fresh one.")] = None
+    stop: Annotated[str | Sequence[str] | None, Doc("End before this text; may be given several times.")] = None
+    stop_token_ids: Annotated[Sequence[int] | None, Doc("End at this token id; may be given several times.")] = None
+    ignore_eos: Annotated[bool | None, Doc("Go on after the model's own end-of-text tokens.")] = None
+    priority: Annotated[int | None, Doc("For the priority policy: a higher number runs earlier.")] = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_range("max_tokens", self.max_tokens, least=1)
+        check_range("temperature", self.temperature, least=0, most=100)
+        check_range("top_k", self.top_k, least=-1)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        check_range("seed", self.seed, least=-(2**63), most=2**63 - 1)
+        check_range("priority", self.priority, least=-1000, most=1000)
+        if "" in self.stop_strings:
+            raise ValueError("stop must not be an empty text: it would end every answer at once")
+        for token in self.stop_token_ids or ():
+            check_range("stop_token_ids", token, least=0, most=2**31 - 1)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, empty when unset."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
+        """Fill fields that are None from `defaults` (field name to value); unknown names are a ValueError."""
+        if unknown := defaults.keys() - {f.name for f in fields(self)}:
+            raise ValueError(f"unknown sampling defaults: {', '.join(sorted(unknown))}")
+        return replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
+
+
+def check_types(config: Any) -> None:
+    """Raise ValueError at the first field of a dataclass whose value does not fit its `Annotated` type.
+
+    A whole number passes for a float; true and false are no numbers; numbers are finite.
+    """
+    for each in fields(config):
+        kinds = alternatives(get_args(each.type)[0])
+        value = getattr(config, each.name)
+        if not any(_fits(value, kind) for kind in kinds):
+            *others, last = (name for kind in kinds for name in _allowed(kind))
+            allowed = f"{', '.join(others)} or {last}" if others else last
+            raise ValueError(f"{each.name} must be {allowed}, got {value!r}")
+
+
+def check_range(name: str, value: float | None, least: float, most: float | None = None) -> None:
+    """Raise ValueError unless `value` is unset or lies in `[least, most]`."""
+    if value is None or least <= value <= (math.inf if most is None else most):
+        return
+    limits = f"at least {least}" if most is None else f"from {least} to {most}"
+    raise ValueError(f"{name} must be {limits}, got {value}")
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types that a union allows; of any other type, itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _fits(value: object, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(kind, type):
+        return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    (element,) = get_args(kind)  # of a Sequence
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(_fits(each, element) for each in value)
+
+
+def _allowed(kind: Any) -> tuple[str, ...]:
+    if get_origin(kind) is Sequence:
+        return (f"a list of {'whole numbers' if get_args(kind) == (int,) else 'texts'}",)
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    names = {bool: ("true", "false"), int: ("a whole number",), float: ("a finite number",), str: ("a text",)}
+    return ("unset",) if kind is NoneType else names[kind]

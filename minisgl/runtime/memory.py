@@ -1,0 +1,94 @@
+"""How many KV pages fit."""
+
+from pathlib import Path
+
+import torch
+
+from minisgl.config import EngineConfig
+from minisgl.source.model_config import ModelConfig
+
+GIB = 2**30
+CPU_POOL_BYTES = 2 * GIB
+CPU_SHARE = 0.25
+
+
+def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page of keys and values, all layers."""
+    return 2 * model.num_layers * page_size * model.num_kv_heads * model.head_size * dtype.itemsize
+
+
+def step_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    """A bound on what the largest step holds besides weights and KV: activations of its tokens, and its logits."""
+    tokens = config.chunked_prefill_size + config.max_running_requests
+    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_size
+    width = 4 * model.hidden_size + 2 * heads + 3 * model.intermediate_size
+    return tokens * width * dtype.itemsize + 4 * config.max_running_requests * model.vocab_size * 4
+
+
+def count_pages(
+    model: ModelConfig, config: EngineConfig, page_size: int, dtype: torch.dtype, device: torch.device, model_len: int
+) -> int:
+    """Pages for the KV pool, after the weights are in place.
+
+    `config.num_pages` decides where it is set. Else: what is free of `gpu_memory_utilization` on CUDA; on CPU
+    2 GiB or a quarter of what is available, whichever is less; never more than every running request at full
+    length needs. ValueError with the numbers where not even one page fits.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = int(total * config.gpu_memory_utilization) - (total - free) - step_bytes(model, config, dtype)
+        way_out = "raise --gpu-memory-utilization, or lower --chunked-prefill-size or --max-running-requests"
+    else:
+        room = min(CPU_POOL_BYTES, int(CPU_SHARE * available_bytes()))
+        way_out = "free some memory, or set --num-pages yourself"
+    size = page_bytes(model, page_size, dtype)
+    full = config.max_running_requests * -(-model_len // page_size)
+    pages = min(room // size, full)
+    if pages < 1:
+        raise ValueError(
+            f"no room for KV: a page of {page_size} tokens takes {size:,} bytes and {max(room, 0):,} are left for "
+            f"all of them on {device.type}: {way_out}"
+        )
+    return pages
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Host memory that this process may still take: the system's, and less where a cgroup says so."""
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line)
+    room = int(fields["MemAvailable"].split()[0]) * 1024
+    for limit, used, stat in _cgroups(root):
+        if limit.isdigit():  # version 2 says "max" where there is none
+            cache = next((int(n) for k, n in stat if k in ("inactive_file", "total_inactive_file")), 0)
+            room = min(room, int(limit) - (int(used) - cache))
+    return max(room, 0)
+
+
+def _cgroups(root: Path) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """(limit, used, statistics) of this process's memory cgroup and those around it, versions 1 and 2."""
+    found = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        inner = base / path.lstrip("/")
+        for folder in [inner, *inner.parents]:
+            limit, used = _read(folder / names[0]), _read(folder / names[1])
+            if limit and used:
+                stat = [(k, n) for k, n in (s.split() for s in _read(folder / "memory.stat").splitlines())]
+                found.append((limit, used, stat))
+            if folder == base:
+                break
+    return found
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,294 @@
+import json
+import logging
+import random
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from minisgl import LLM, EngineConfig, SamplingParams
+from minisgl.scheduler.scheduler import Demand
+
+ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+SETTINGS = {
+    "defaults": {},
+    "chunks of 7": {"chunked_prefill_size": 7},
+    "page size 1": {"page_size": 1},
+    "page size 64": {"page_size": 64},
+    "overlap off": {"overlap": False},
+    "separate batches": {"mixed_batch": False, "chunked_prefill_size": 50},
+    "no cache": {"cache": "none"},
+    "three at a time": {"max_running_requests": 3},
+    "few pages": {"num_pages": 24, "chunked_prefill_size": 16},
+    "few pages, no overlap, lpm": {"num_pages": 24, "overlap": False, "schedule_policy": "lpm"},
+    "few pages, separate, no cache": {"num_pages": 24, "mixed_batch": False, "cache": "none"},
+    "few pages of one token": {"num_pages": 330, "page_size": 1, "chunked_prefill_size": 40},
+}
+NEW_TOKENS = 24
+
+
+def make_prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    shared = [rng.randrange(3, 320) for _ in range(200)]
+    lengths = [1, 2, 3, 15, 16, 17, 31, 32, 33, 64, 65, 100, 300]
+    fresh = [[rng.randrange(3, 320) for _ in range(n)] for n in lengths]
+    return [*fresh, *([*shared[:n], rng.randrange(3, 320)] for n in (16, 40, 80, 150, 200))]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model):
+    """Greedy tokens of transformers for the prompts, by architecture."""
+    known: dict[str, list[list[int]]] = {}
+
+    def answers(architecture: str) -> list[list[int]]:
+        if architecture not in known:
+            model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model(architecture), dtype=torch.float32)
+            known[architecture] = [
+                model.generate(
+                    torch.tensor([prompt]),
+                    attention_mask=torch.ones(1, len(prompt)),
+                    max_new_tokens=NEW_TOKENS,
+                    do_sample=False,
+                    pad_token_id=0,
+                )[0, len(prompt) :].tolist()
+                for prompt in make_prompts()
+            ]
+        return known[architecture]
+
+    return answers
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_equal_transformers(architecture, setting, tiny_model, reference, monkeypatch):
+    few = "few pages" in setting
+    if few:
+        monkeypatch.setattr(Demand, "share", 0.0)  # admit without foresight, so that pages run out
+    options = SETTINGS[setting]
+    with LLM(str(tiny_model(architecture)), dtype="float32", device="cpu", **options) as llm:
+        for again in (False, True):
+            outs = llm.generate(make_prompts(), SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
+            assert [o.outputs[0].token_ids for o in outs] == reference(architecture)
+            llm._engine.scheduler.check()
+            if again and not few and options.get("cache") != "none":
+                assert sum(o.cached_tokens for o in outs) > 500
+        stats = llm.stats()
+        assert stats.running == stats.waiting == stats.pages_locked == 0
+        assert (stats.retractions > 0) == few
+
+
+@pytest.fixture
+def llama(tiny_model):
+    with LLM(str(tiny_model("LlamaForCausalLM")), dtype="float32", device="cpu", max_running_requests=8) as llm:
+        yield llm
+
+
+def test_results_come_in_the_order_of_the_prompts_with_what_they_were_asked(llama):
+    prompts = [[5], [6, 7], [8, 9, 10]]
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (3, 1, 2)]
+    outs = llama.generate(prompts, params)
+    assert [o.prompt_token_ids for o in outs] == prompts
+    assert [len(o.outputs[0].token_ids) for o in outs] == [3, 1, 2]
+    assert {o.outputs[0].finish_reason for o in outs} == {"length"}
+    assert outs[0].timing.ttft_s is not None and outs[0].timing.total_s >= outs[0].timing.ttft_s
+    assert llama.generate([]) == []
+    assert llama.generate([4, 5, 6], SamplingParams(max_tokens=1))[0].prompt_token_ids == [4, 5, 6]
+
+
+def test_a_seeded_request_gets_its_tokens_whatever_runs_beside_it(llama):
+    seeded = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=11, max_tokens=20, ignore_eos=True)
+    alone = llama.generate([[9, 8, 7]], seeded)[0].outputs[0].token_ids
+    others = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True) for n in (3, 30, 7, 20)]
+    beside = llama.generate([[1] * 40, [2], [3] * 9, [4] * 3, [9, 8, 7]], [*others, seeded])[4]
+    assert beside.outputs[0].token_ids == alone
+    other = llama.generate([[9, 8, 7]], SamplingParams(temperature=0.9, seed=12, max_tokens=20, ignore_eos=True))
+    assert other[0].outputs[0].token_ids != alone
+
+
+def test_greedy_top_k_1_and_tiny_temperatures_agree(llama):
+    rows = [{"temperature": 0}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1e-6}]
+    params = [SamplingParams(max_tokens=12, ignore_eos=True, **row) for row in rows]
+    outs = llama.generate([[3, 4, 5]] * 3, params)
+    assert len({tuple(o.outputs[0].token_ids) for o in outs}) == 1
+
+
+def test_end_of_text_ends_a_request_unless_it_is_ignored_and_user_stop_ids_still_count(llama):
+    free = llama.generate([[7, 7]], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))[0].outputs[0]
+    third = free.token_ids[2]
+    stop = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[third])
+    out = llama.generate([[7, 7]], stop)[0].outputs[0]
+    first = free.token_ids.index(third)
+    assert out.token_ids == free.token_ids[: first + 1]
+    assert (out.finish_reason, out.stop_reason) == ("stop", third)
+
+
+def test_end_of_text_is_the_union_of_config_and_generation_config(tiny_model, tmp_path):
+    source = tiny_model("LlamaForCausalLM")
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with LLM(str(tmp_path), dtype="float32", device="cpu") as llm:
+        tokens = (
+            llm.generate([[7, 7]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))[0].outputs[0].token_ids
+        )
+    for name in ("config.json", "generation_config.json"):
+        edited = json.loads((tmp_path / name).read_text()) | {"eos_token_id": [tokens[4], 2]}
+        (tmp_path / name).write_text(json.dumps(edited))
+        with LLM(str(tmp_path), dtype="float32", device="cpu") as llm:
+            out = llm.generate([[7, 7]], SamplingParams(temperature=0, max_tokens=8))[0].outputs[0]
+        assert out.token_ids == tokens[: tokens.index(tokens[4]) + 1]
+        assert (out.finish_reason, out.stop_reason) == ("stop", None)
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+
+
+def test_without_max_tokens_a_request_goes_on_to_the_end_of_the_context(tiny_model):
+    with LLM(str(tiny_model("LlamaForCausalLM")), device="cpu", max_model_len=50) as llm:
+        out = llm.generate([[5] * 20], SamplingParams(ignore_eos=True))[0].outputs[0]
+        assert len(out.token_ids) == 30 and out.finish_reason == "length"
+
+
+@pytest.mark.parametrize("limits", [{"max_model_len": 64}, {"num_pages": 4}])
+def test_prompts_around_the_context_limit(tiny_model, limits, caplog):
+    with LLM(str(tiny_model("LlamaForCausalLM")), device="cpu", page_size=16, **limits) as llm:
+        assert llm.max_model_len == 64
+        greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+        with caplog.at_level(logging.INFO):
+            assert len(llm.generate([[5] * 63], greedy)[0].outputs[0].token_ids) == 1
+        assert "max_tokens 10 cut to 1" in caplog.text
+        for length in (64, 65, 640):
+            with pytest.raises(ValueError, match=rf"{length} tokens; the context holds 64"):
+                llm.generate([[4], [5] * length], greedy)
+        assert llm.stats().waiting == llm.stats().running == 0, "nothing was queued"
+        assert len(llm.generate([[5] * 20], greedy)[0].outputs[0].token_ids) == 10
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([[]], None, "the prompt has no tokens"),
+        ([[5, 320]], None, "token id 320 is not in the model's vocabulary of 320"),
+        ([[-1]], None, "token id -1"),
+        ([[1.5]], None, "must be text or token ids"),
+        (["text"], None, "needs a tokenizer"),
+        ([[5]], SamplingParams(stop="x"), "needs a tokenizer"),
+        ([[5]], SamplingParams(stop_token_ids=[320]), "stop_token_ids: 320"),
+        ([[5], [6]], [SamplingParams()], "2 prompts and 1 sampling_params"),
+    ],
+)
+def test_wrong_input_is_a_clear_error_and_the_engine_goes_on(llama, prompts, params, message):
+    with pytest.raises(ValueError, match=message):
+        llama.generate(prompts, params)
+    assert llama.stats().waiting == 0
+    assert llama.generate([[5]], SamplingParams(max_tokens=1))
+
+
+def test_streamed_tokens_are_those_of_generate_and_leaving_aborts(llama):
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    whole = llama.generate([[4, 5]], greedy)[0].outputs[0]
+    pieces = list(llama.stream([4, 5], greedy))
+    assert [t for p in pieces for t in p.token_ids] == whole.token_ids
+    assert pieces[-1].output is not None and pieces[-1].output.outputs[0] == whole
+    stream = llama.stream([4, 5], greedy)
+    next(stream)
+    assert llama.stats().running == 1
+    stream.close()
+    assert llama.stats().running == llama.stats().pages_locked == 0
+
+
+def test_streams_and_generate_may_be_interleaved(llama):
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    want = [o.outputs[0].token_ids for o in llama.generate([[4], [5], [6]], greedy)]
+    first, second = llama.stream([4], greedy), llama.stream([5], greedy)
+    got: list[list[int]] = [[], []]
+    got[0] += next(first).token_ids
+    got[1] += next(second).token_ids
+    assert llama.generate([[6]], greedy)[0].outputs[0].token_ids == want[2]
+    got[1] += [t for p in second for t in p.token_ids]
+    got[0] += [t for p in first for t in p.token_ids]
+    assert got == want[:2]
+
+
+def test_an_interrupt_aborts_what_runs_and_the_next_call_is_right(llama, monkeypatch):
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    want = llama.generate([[4, 5]], greedy)[0].outputs[0].token_ids
+    launch, calls = llama._engine.runner.launch, []
+
+    def interrupted(batch):
+        calls.append(batch)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return launch(batch)
+
+    monkeypatch.setattr(llama._engine.runner, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llama.generate([[i, i + 1] for i in range(3, 30)], greedy)
+    assert llama.stats().running == llama.stats().waiting == llama.stats().pages_locked == 0
+    assert llama.generate([[4, 5]], greedy)[0].outputs[0].token_ids == want
+
+
+def test_thousands_of_prompts_wait_outside_the_engine(llama):
+    waiting = []
+    step = llama._engine.step
+
+    def watched():
+        waiting.append(llama.stats().waiting)
+        return step()
+
+    llama._engine.step = watched
+    outs = llama.generate([[3 + i % 300] for i in range(2000)], SamplingParams(max_tokens=1, temperature=0))
+    assert [o.prompt_token_ids for o in outs] == [[3 + i % 300] for i in range(2000)]
+    assert max(waiting) <= 2 * 8
+
+
+def test_dummy_weights_need_only_a_config(tiny_model, tmp_path):
+    (tmp_path / "config.json").write_bytes((tiny_model("Qwen3ForCausalLM") / "config.json").read_bytes())
+    greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    tokens = []
+    for _ in range(2):
+        with LLM(str(tmp_path), load_format="dummy", device="cpu") as llm:
+            out = llm.generate([[5, 6, 7]], greedy)[0]
+            tokens.append(out.outputs[0].token_ids)
+            assert out.text == ""
+    assert tokens[0] == tokens[1]
+
+
+def test_close_is_idempotent_and_what_comes_after_says_so(tiny_model):
+    llm = LLM(str(tiny_model("LlamaForCausalLM")), device="cpu")
+    with llm:
+        pass
+    llm.close()
+    with pytest.raises(ValueError, match="closed"):
+        llm.generate([[5]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 2}, "tp=2: tensor parallelism is not part"),
+        ({"attention_backend": "flashinfer"}, "'flashinfer' is not part of this version"),
+        ({"attention_backend": "reference,flash"}, "'flash' is not part"),
+        ({"cuda_graph": True}, "CUDA graphs are not part"),
+        ({"cuda_graph_max_bs": 8}, "CUDA graphs are not part"),
+    ],
+)
+def test_what_does_not_exist_yet_is_refused_before_anything_is_fetched(options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM("no-such-org/no-such-model", **options)
+
+
+def test_a_context_longer_than_the_models_is_refused_with_both_numbers(tiny_model):
+    with pytest.raises(ValueError, match=r"max_model_len=4096.*at most 2048"):
+        LLM(str(tiny_model("LlamaForCausalLM")), device="cpu", max_model_len=4096)
+
+
+def test_the_configuration_in_force_is_concrete(tiny_model):
+    with LLM.from_config(EngineConfig(model=str(tiny_model("LlamaForCausalLM")))) as llm:
+        assert llm.config.device in ("cpu", "cuda") and llm.config.dtype != "auto"
+        assert llm.config.page_size == 16 and llm.config.attention_backend == "reference"
+
+
+def test_bfloat16_runs_too(tiny_model):
+    with LLM(str(tiny_model("Qwen3ForCausalLM")), dtype="bfloat16", device="cpu") as llm:
+        out = llm.generate([[5] * 30, [6]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        assert all(len(o.outputs[0].token_ids) == 8 for o in out)
+        assert np.isfinite(out[0].timing.total_s)
