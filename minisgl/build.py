@@ -1,6 +1,8 @@
 """The composition root: EngineConfig → Engine. The one module that imports runtime, model and attention."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -80,21 +82,25 @@ def build_engine(config: EngineConfig, folder: ModelFolder, report: Report | Non
     assert config.page_size is not None
     model_config = read_model_config(folder.path)
     length = model_length(config, model_config)
+    model_config = replace(model_config, max_position=length)  # sizes the rope table
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-    model = _load(config, folder, model_config, dtype, device, report)
+    with _memory_errors(f"the weights of {folder.name} in {config.dtype}", "choose a smaller model or dtype"):
+        model = Decoder(model_config, dtype, device)
+    _fill(model, config, folder, report)
     pages = count_pages(model_config, config, config.page_size, dtype, device, length)
     context = context_limit(length, pages, config.page_size)
     if context < 2:
         raise ValueError(f"{pages} KV pages of {config.page_size} tokens hold no request: raise --num-pages")
-    attention = ReferenceAttention(
-        num_layers=model_config.num_layers,
-        num_pages=pages,
-        page_size=config.page_size,
-        num_kv_heads=model_config.num_kv_heads,
-        head_size=model_config.head_size,
-        dtype=dtype,
-        device=device,
-    )
+    with _memory_errors(f"{pages} KV pages", "lower --num-pages, or leave it unset"):
+        attention = ReferenceAttention(
+            num_layers=model_config.num_layers,
+            num_pages=pages,
+            page_size=config.page_size,
+            num_kv_heads=model_config.num_kv_heads,
+            head_size=model_config.head_size,
+            dtype=dtype,
+            device=device,
+        )
     scheduler = Scheduler(
         num_slots=config.max_running_requests,
         num_pages=pages,
@@ -112,37 +118,32 @@ def build_engine(config: EngineConfig, folder: ModelFolder, report: Report | Non
         pages_per_slot=-(-context // config.page_size),
         device=device,
     )
-    logger.info(
-        "%s on %s in %s: %d KV pages of %d tokens, context %d",
-        folder.name,
-        device,
-        config.dtype,
-        pages,
-        config.page_size,
-        context,
-    )
+    size, name = config.page_size, folder.name
+    logger.info("%s on %s in %s: %d KV pages of %d tokens, context %d", name, device, dtype, pages, size, context)
     if context < length:
-        logger.warning(
-            "the KV pool holds %d tokens: requests are limited to that, not to the model's %d", context, length
-        )
+        logger.warning("the KV pool limits requests to %d tokens; the model would take %d", context, length)
     return Engine(scheduler, runner, overlap=config.overlap)
 
 
-def _load(
-    config: EngineConfig,
-    folder: ModelFolder,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    report: Report | None,
-) -> Decoder:
-    try:
-        model = Decoder(model_config, dtype, device)
-    except torch.OutOfMemoryError as error:
-        raise ValueError(f"the weights of {folder.name} do not fit on {device} in {config.dtype}: {error}") from error
+def release_memory() -> None:
+    """Give CUDA memory that no engine uses any more back to the device."""
+    torch.cuda.empty_cache()
+
+
+def _fill(model: Decoder, config: EngineConfig, folder: ModelFolder, report: Report | None) -> None:
     if config.load_format == "dummy":
         dummy_weights(model)
     else:
-        tell = None if report is None else partial(report, f"loading {folder.name}")
-        load_weights(model, folder.path, tell)
-    return model
+        load_weights(model, folder.path, None if report is None else partial(report, f"loading {folder.name}"))
+
+
+@contextmanager
+def _memory_errors(what: str, way_out: str) -> Iterator[None]:
+    """Turn an allocation that fails into one line that says what did not fit."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's OutOfMemoryError is one; on a CPU only the text tells
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"no memory for {what}: {way_out} ({reason})") from error

@@ -184,7 +184,11 @@ def _fits(value: object, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     (element,) = get_args(kind)  # of a Sequence
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(_fits(each, element) for each in value)
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str | bytes)
+        and all(_fits(each, element) for each in value)
+    )
 
 
 def _allowed(kind: Any) -> tuple[str, ...]:

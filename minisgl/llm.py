@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from minisgl.build import build_engine, resolve
+from minisgl.build import build_engine, release_memory, resolve
 from minisgl.config import EngineConfig, SamplingParams
 from minisgl.engine import Engine
 from minisgl.request import FinishReason, Request, room_for
@@ -134,6 +134,8 @@ class LLM:
         """End what runs and free the model; safe to call again."""
         self._engine = None
         self._jobs.clear()
+        if self.config.device == "cuda":
+            release_memory()
 
     @property
     def max_model_len(self) -> int:
@@ -318,7 +320,8 @@ class LLM:
             if decoder.matched is not None:
                 ids, reason, stop_reason = ids[: decoder.num_tokens_kept], "stop", decoder.matched
         else:
-            text = self.tokenizer.decode(shown) if self.tokenizer else ""
+            # Not `decode`, which refuses ids that a padded vocabulary has and the tokenizer has not.
+            text = self.tokenizer.detokenizer.decode(shown, True) if self.tokenizer else ""
         answer = Completion(index=0, text=text, token_ids=ids, finish_reason=reason, stop_reason=stop_reason)
         job.output = RequestOutput(
             prompt=job.prompt,

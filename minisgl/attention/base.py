@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from minisgl.batch import Batch

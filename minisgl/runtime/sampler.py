@@ -85,33 +85,46 @@ def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def add_noise(scaled: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
-    """Add Gumbel noise to each element of [S, V] whose row's best is 0; on CPU only where it can matter."""
-    vocab = scaled.shape[-1]
-    if scaled.is_cuda:
-        ids = torch.arange(vocab, device=scaled.device).expand_as(scaled)
-        return scaled + gumbel(seed[:, None], positions[:, None], ids)
-    rows, ids = (scaled > -NOISE_RANGE).nonzero(as_tuple=True)
-    noisy = torch.full_like(scaled, -torch.inf)
-    noisy[rows, ids] = scaled[rows, ids] + gumbel(seed[rows], positions[rows], ids)
-    return noisy
+    """Add Gumbel noise to [S, V], whose rows' best is 0; on a CPU, where few tokens can still win, to these alone."""
+    if not scaled.is_cuda:
+        rows, ids = (scaled > -NOISE_RANGE).nonzero(as_tuple=True)
+        if len(ids) < scaled.numel() // 8:
+            noisy = torch.full_like(scaled, -torch.inf)
+            noisy[rows, ids] = scaled[rows, ids] + noise_at(seed[rows], positions[rows], ids)
+            return noisy
+    return scaled + noise(seed, positions, scaled.shape[-1])
 
 
-def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
-    """Standard Gumbel noise in float32 for int64 tensors that broadcast together.
+def noise(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise for every token: float32 [S, V] for int64 [S] seeds and positions.
 
-    Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the seed as key and
-    (token, position) as counter. Tokens go in tiles of 4,096: the four words of one counter serve tokens 1,024
-    apart, so that a kernel computes a tile's noise from a quarter of the counters.
+    Philox4x32-10 with the seed as key and (token, position) as counter. Tokens go in tiles of 4,096: the four words
+    of one counter serve tokens 1,024 apart.
     """
-    tile, lane, word = token // 4096, token % 1024, token % 4096 // 1024
-    words = philox(seed, tile * 1024 + lane, position)
-    bits = torch.where(word < 2, torch.where(word == 0, words[0], words[1]), torch.where(word == 2, words[2], words[3]))
-    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)  # fine-grained near 0, where large noise is
+    tiles, lanes = -(-vocab // 4096), min(vocab, 1024)
+    counters = torch.arange(tiles, device=seed.device)[:, None] * 1024 + torch.arange(lanes, device=seed.device)
+    words = philox(seed[:, None], counters.flatten(), positions[:, None])  # 4 of [S, tiles * lanes]
+    bits = torch.stack([w.unflatten(-1, (tiles, lanes)) for w in words], dim=2)  # [S, tiles, 4, lanes]
+    return to_gumbel(bits.flatten(1)[:, :vocab])
+
+
+def noise_at(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The same noise for single tokens: three int64 [n] to float32 [n]."""
+    words = torch.stack(philox(seed, tokens // 4096 * 1024 + tokens % 1024, positions))  # [4, n]
+    return to_gumbel(words.gather(0, (tokens % 4096 // 1024)[None])[0])
+
+
+def to_gumbel(bits: Tensor) -> Tensor:
+    """Uniform 32-bit integers to standard Gumbel noise, float32; fine-grained where noise is large."""
+    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return -(-torch.log1p(-uniform)).log()
 
 
 def philox(key: Tensor, counter0: Tensor, counter1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of Philox4x32-10, each uniform in [0, 2**32) as int64: a 64-bit key, a counter of two words."""
+    """Four words of Philox4x32-10, each uniform in [0, 2**32) as int64: a 64-bit key, a counter of two words.
+
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
+    """
     mask = 0xFFFFFFFF
     k0, k1 = key & mask, (key >> 32) & mask
     c0, c1 = torch.broadcast_tensors(counter0 & mask, counter1 & mask)

@@ -59,14 +59,15 @@ def reference(tiny_model):
     return answers
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_greedy_tokens_equal_transformers(architecture, setting, tiny_model, reference, monkeypatch):
+def test_greedy_tokens_equal_transformers(architecture, setting, device, tiny_model, reference, monkeypatch):
     few = "few pages" in setting
     if few:
         monkeypatch.setattr(Demand, "share", 0.0)  # admit without foresight, so that pages run out
     options = SETTINGS[setting]
-    with LLM(str(tiny_model(architecture)), dtype="float32", device="cpu", **options) as llm:
+    with LLM(str(tiny_model(architecture)), dtype="float32", device=device, **options) as llm:
         for again in (False, True):
             outs = llm.generate(make_prompts(), SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
             assert [o.outputs[0].token_ids for o in outs] == reference(architecture)
@@ -78,9 +79,10 @@ def test_greedy_tokens_equal_transformers(architecture, setting, tiny_model, ref
         assert (stats.retractions > 0) == few
 
 
-@pytest.fixture
-def llama(tiny_model):
-    with LLM(str(tiny_model("LlamaForCausalLM")), dtype="float32", device="cpu", max_running_requests=8) as llm:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def llama(tiny_model, request):
+    model = str(tiny_model("LlamaForCausalLM"))
+    with LLM(model, dtype="float32", device=request.param, max_running_requests=8) as llm:
         yield llm
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minisgl.batch import Joins
-from minisgl.runtime.sampler import Sampler, gumbel, keep_top, lowest_argmax, philox
+from minisgl.runtime.sampler import Sampler, add_noise, keep_top, lowest_argmax, noise, noise_at, philox
 
 
 def sampler(*rows):
@@ -65,10 +65,20 @@ def test_philox_agrees_with_plain_integer_arithmetic():
 
 
 def test_noise_is_finite_everywhere_and_within_the_range_that_the_shortcut_relies_on():
-    noise = gumbel(torch.arange(2000)[:, None], torch.tensor(3), torch.arange(1000))
-    assert torch.isfinite(noise).all()
-    assert noise.min() > -2.9 and noise.max() < 23.0
-    assert abs(noise.mean() - 0.5772) < 0.005 and abs(noise.std() - math.pi / math.sqrt(6)) < 0.005
+    drawn = noise(torch.arange(2000), torch.full((2000,), 3), 1000)
+    assert torch.isfinite(drawn).all()
+    assert drawn.min() > -2.9 and drawn.max() < 23.0
+    assert abs(drawn.mean() - 0.5772) < 0.005 and abs(drawn.std() - math.pi / math.sqrt(6)) < 0.005
+
+
+def test_a_tokens_noise_is_the_same_however_it_is_computed():
+    seed, at = torch.tensor([5, -3]), torch.tensor([1, 70_000])
+    for vocab in (1, 4096, 4097, 10_000):
+        rows, ids = torch.arange(2).repeat_interleave(vocab), torch.arange(vocab).repeat(2)
+        assert torch.equal(noise(seed, at, vocab).flatten(), noise_at(seed[rows], at[rows], ids))
+    few = torch.full((2, 10_000), -torch.inf)
+    few[:, [0, 4095, 9999]] = torch.tensor([0.0, -1.0, -25.0])
+    assert torch.equal(add_noise(few, seed, at), few + noise(seed, at, 10_000))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])

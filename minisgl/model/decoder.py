@@ -1,0 +1,110 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: what differs between them is in ModelConfig.
+
+Modules carry the names that checkpoints use, so that `weights.py` needs no table of names.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minisgl.attention.base import AttentionBackend
+from minisgl.model.layers import Embedding, FusedLinear, Linear, RMSNorm, silu_and_mul
+from minisgl.model.rope import rope_table, rotate
+from minisgl.source.model_config import ModelConfig
+
+
+class Decoder(nn.Module):
+    """Token ids to hidden states to logits; the past lives in the attention backend that each call is given."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype, device) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+        self.lm_head = None
+        if not config.tied_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device, bias=False)
+        self.cos_sin = rope_table(config.rope, config.head_size, config.max_position, device)  # [max_position, D]
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """Hidden states after the final norm, [T, E]; `attention` has planned the step that these tokens belong to.
+
+        input_ids is [T] int32 or int64, positions [T] int64.
+        """
+        cos_sin = self.cos_sin[positions]  # [T, D]
+        x = self.embed_tokens(input_ids)  # [T, E]
+        for layer in self.layers:
+            x = layer(x, cos_sin, attention)  # [T, E]
+        return self.norm(x)  # [T, E]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token, [S, V], for hidden states [S, E]."""
+        head = self.lm_head or self.embed_tokens
+        return F.linear(hidden, head.weight)  # [S, V]
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then the feed-forward network, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+        self.self_attn = Attention(config, layer, dtype, device)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
+        self.mlp = MLP(config, dtype, device)
+
+    def forward(self, x: Tensor, cos_sin: Tensor, attention: AttentionBackend) -> Tensor:
+        """[T, E] to [T, E]."""
+        x = x + self.self_attn(self.input_layernorm(x), cos_sin, attention)  # [T, E]
+        return x + self.mlp(self.post_attention_layernorm(x))  # [T, E]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: H query heads share K key and value heads."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_size = config.head_size
+        q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        self.qkv_proj = FusedLinear(
+            config.hidden_size,
+            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            dtype,
+            device,
+            bias=config.qkv_bias,
+        )
+        self.q_norm = RMSNorm(config.head_size, config.norm_eps, dtype, device) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_size, config.norm_eps, dtype, device) if config.qk_norm else None
+        self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias)
+
+    def forward(self, x: Tensor, cos_sin: Tensor, attention: AttentionBackend) -> Tensor:
+        """[T, E] to [T, E]."""
+        parts = self.qkv_proj(x).split(tuple(self.qkv_proj.parts.values()), dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in parts)  # [T, H, D], [T, K, D], [T, K, D]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos_sin), rotate(k, cos_sin)
+        out = attention.forward(self.layer, q, k, v)  # [T, H, D]
+        return self.o_proj(out.flatten(1))  # [T, E]
+
+
+class MLP(nn.Module):
+    """The gated feed-forward network."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        width = config.intermediate_size
+        self.gate_up_proj = FusedLinear(
+            config.hidden_size,
+            {"gate_proj": width, "up_proj": width},
+            dtype,
+            device,
+            bias=config.mlp_bias,
+        )
+        self.down_proj = Linear(width, config.hidden_size, dtype, device, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, E] to [T, E]."""
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))  # [T, E]

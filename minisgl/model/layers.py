@@ -1,0 +1,72 @@
+"""The pieces a decoder is made of. Weights are left unset here: `weights.py` fills them."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b."""
+
+    def __init__(self, in_size: int, out_size: int, dtype: torch.dtype, device: torch.device, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = _unset((out_size, in_size), dtype, device)
+        self.bias = _unset((out_size,), dtype, device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, in] to [T, out]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class FusedLinear(Linear):
+    """Several projections of one input as one matmul, their outputs side by side."""
+
+    def __init__(
+        self, in_size: int, parts: Mapping[str, int], dtype: torch.dtype, device: torch.device, *, bias: bool
+    ) -> None:
+        super().__init__(in_size, sum(parts.values()), dtype, device, bias=bias)
+        self.parts = parts  # each projection's name in a checkpoint and its width, in order
+
+
+class Embedding(nn.Module):
+    """One row of the weight per token id."""
+
+    def __init__(self, vocab_size: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = _unset((vocab_size, size), dtype, device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[T] int32 or int64 to [T, E]."""
+        return F.embedding(ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """Scale each vector to root mean square 1, then by the weight (Zhang & Sennrich, arXiv:1910.07467)."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = _unset((size,), dtype, device)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension; same shape and dtype."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise in float32, round to x's dtype, then multiply by the weight: the order that models are trained with."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU (Shazeer, arXiv:2002.05202): silu of the left half times the right half, [T, 2 F] to [T, F]."""
+    gate, up = gate_up.chunk(2, dim=-1)  # [T, F] each
+    return F.silu(gate) * up
+
+
+def _unset(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

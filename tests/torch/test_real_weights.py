@@ -1,0 +1,114 @@
+"""Token equality with transformers on the real SmolLM2 weights; `--equality-full` runs every setting."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from minisgl import LLM, SamplingParams
+from minisgl.scheduler.scheduler import Demand
+from minisgl.source.hub import locate
+
+pytestmark = pytest.mark.real_model
+
+LENGTHS = [1, 2, 3, 5, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 200, 333, 512, 1000, 2000]
+NEW_TOKENS = 48
+FEW = 2176  # tokens in the pool: the longest prompt fits with its answer, the rest does not beside it
+
+SELECTED = {
+    "chunks of 64, few pages": {"chunked_prefill_size": 64, "page_size": 16, "num_pages": FEW // 16},
+    "separate, no overlap, page size 1": {"mixed_batch": False, "overlap": False, "page_size": 1},
+}
+FULL = {
+    f"chunk {chunk}, page size {page_size}, {'few pages' if few else 'all pages'}, "
+    f"overlap {overlap}, mixed {mixed}": {
+        "chunked_prefill_size": chunk,
+        "page_size": page_size,
+        "overlap": overlap,
+        "mixed_batch": mixed,
+        **({"num_pages": FEW // page_size} if few else {}),
+    }
+    for chunk, few in ((64, True), (8192, False))
+    for page_size in (1, 16, 64)
+    for overlap in (True, False)
+    for mixed in (True, False)
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "setting" in metafunc.fixturenames:
+        settings = FULL if metafunc.config.getoption("--equality-full") else SELECTED
+        metafunc.parametrize("setting", settings.values(), ids=settings.keys())
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return locate("smollm2").path
+
+
+@pytest.fixture(scope="module")
+def prompts(folder) -> list[list[int]]:
+    """Real text, each prompt from another place in it."""
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    root = Path(__file__).parents[2]
+    text = "".join((root / name).read_text() for name in ("LICENSE", "docs/architecture.md", "minisgl/cache/radix.py"))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) > 4000
+    starts = [37 * i for i in range(len(LENGTHS))]
+    return [ids[start : start + length] for start, length in zip(starts, LENGTHS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def reference(folder, prompts) -> list[list[int]]:
+    """What transformers answers greedily in float32, end-of-text included."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return [
+        model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_greedy_tokens_equal_transformers_run_together_and_twice(setting, device, prompts, reference, monkeypatch):
+    few = "num_pages" in setting
+    if few:
+        monkeypatch.setattr(Demand, "share", 0.0)  # admit without foresight, so that pages run out
+    with LLM("smollm2", dtype="float32", device=device, **setting) as llm:
+        for again in (False, True):
+            outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
+            assert [o.outputs[0].token_ids for o in outs] == reference
+            llm._engine.scheduler.check()
+            if again and not few:
+                assert sum(o.cached_tokens for o in outs) > 4000
+        assert (llm.stats().retractions > 0) == few
+
+
+def test_the_capital_of_france(folder):
+    with LLM("smollm2", device="cpu") as llm:
+        prompt = llm.chat_prompt([{"role": "user", "content": "What is the capital of France?"}])
+        out = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=32))[0]
+        assert "Paris" in out.text and out.text.endswith(".")
+        assert out.outputs[0].finish_reason == "stop"
+
+
+def test_a_stop_string_cuts_text_and_ids(folder):
+    with LLM("smollm2", device="cpu") as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=40)
+        prompt = llm.chat_prompt([{"role": "user", "content": "Count from one to ten in words."}])
+        whole = llm.generate([prompt], greedy)[0]
+        stop = whole.text[len(whole.text) // 2 :][:3]
+        cut = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=40, stop=[stop, "never there"]))[0]
+        assert cut.text == whole.text[: whole.text.index(stop)]
+        assert (cut.outputs[0].finish_reason, cut.outputs[0].stop_reason) == ("stop", stop)
+        ids = cut.outputs[0].token_ids
+        assert ids == whole.outputs[0].token_ids[: len(ids)]
+        assert stop in llm.tokenizer.decode(ids) and stop not in llm.tokenizer.decode(ids[:-1])
+        pieces = list(llm.stream(prompt, SamplingParams(temperature=0, max_tokens=40, stop=stop)))
+        assert "".join(p.text for p in pieces) == cut.text
