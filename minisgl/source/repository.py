@@ -1,0 +1,277 @@
+"""A snapshot of a Hugging Face repo in the hub's own cache: looked up once, then only the files that are needed.
+
+`huggingface_hub` does the talking, and so honours HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN. It is imported on
+first use. Its retries and warnings are kept out of the way: one request, under a deadline, tells whether the hub is
+there, and what goes wrong is said once, by us.
+"""
+
+import hashlib
+import logging
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from minisgl.source.cache_folder import Report, require_free
+from minisgl.source.folder import (
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER,
+    TOKENIZER_EXTRAS,
+    TOKENIZER_SOURCE_EXTRAS,
+    TOKENIZER_SOURCES,
+    check_folder,
+    indexed_files,
+    weight_index,
+)
+from minisgl.source.model_config import check_model_config
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def snapshot(repo_id: str, revision: str | None, weights: bool, report: Report, timeout_s: float) -> Path:
+    """The folder of a repo's files at a branch, tag or commit (None: the main branch).
+
+    The architecture is checked before weights are downloaded, which `weights` asks for. If the hub cannot be reached
+    within `timeout_s`, a complete snapshot in the cache is used. Raises ValueError or OSError; nothing broken is kept.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    with _quiet():
+        report(f"looking up {repo_id}", 0, None)
+        api = HfApi()
+        try:
+            info = _within(
+                timeout_s,
+                lambda: api.model_info(repo_id, revision=revision, files_metadata=True, timeout=timeout_s),
+            )
+        except Exception as error:  # of whatever HTTP library this huggingface_hub uses
+            if (refusal := _refusal(error, repo_id, revision)) is not None:
+                raise ValueError(refusal) from error
+            level = logging.INFO if isinstance(error, OfflineModeIsEnabled) else logging.WARNING
+            reason = f"{api.endpoint} cannot be reached ({_reason(error)})"
+            return _cached(repo_id, revision, weights, reason, level)
+        return _Download(repo_id, info, report).run(revision, weights)
+
+
+class _Download:
+    """The missing files of one snapshot, one after the other."""
+
+    def __init__(self, repo_id: str, info: "ModelInfo", report: Report) -> None:
+        if info.sha is None or info.siblings is None:
+            raise ValueError(f"{repo_id}: the hub's answer names no commit or no files")
+        self.repo_id, self.commit, self.report = repo_id, info.sha, report
+        self.files = {file.rfilename: file for file in info.siblings}
+
+    def run(self, revision: str | None, weights: bool) -> Path:
+        """Download what is missing, and return the snapshot's folder."""
+        from huggingface_hub import try_to_load_from_cache
+
+        if CONFIG not in self.files:
+            weight_index(self.files, self.repo_id)  # most often the better complaint
+            raise ValueError(f"{self.repo_id} has no {CONFIG}")
+        folder = self._get(CONFIG, self.commit).parent
+        check_model_config(folder)
+        index = weight_index(self.files, self.repo_id) if weights else None
+        self._get_missing(folder, [*self._small_files(), *([index] if index else [])])
+        check_model_config(folder)  # now with the generation config
+        if weights:
+            names = ["model.safetensors"] if index is None else indexed_files(folder / index)
+            if missing := [name for name in names if name not in self.files]:
+                raise ValueError(f"{self.repo_id} lacks {', '.join(missing)}, which {index} names")
+            self._get_missing(folder, names)
+        # The cache learns last which commit the revision is, so that it never points to an incomplete snapshot.
+        if try_to_load_from_cache(self.repo_id, CONFIG, revision=revision) != str(folder / CONFIG):
+            self._get(CONFIG, revision)
+        return folder
+
+    def _small_files(self) -> list[str]:
+        wanted = [GENERATION_CONFIG, *TOKENIZER_EXTRAS]
+        if TOKENIZER in self.files:
+            wanted.append(TOKENIZER)
+        else:
+            wanted += [*TOKENIZER_SOURCE_EXTRAS, *(name for source in TOKENIZER_SOURCES for name in source)]
+        return [name for name in wanted if name in self.files]
+
+    def _get_missing(self, folder: Path, names: list[str]) -> None:
+        """Download and check what is not there yet, with the progress of all of it together."""
+        missing = [name for name in names if not (folder / name).exists()]
+        if not missing:
+            return
+        blobs = folder.parents[1] / "blobs"
+        total_bytes, done_bytes, shown_bytes = sum(self.files[name].size or 0 for name in missing), 0, 0
+        require_free(blobs, total_bytes, f"downloading {self.repo_id}")
+
+        def tell() -> None:
+            nonlocal shown_bytes
+            shown_bytes = max(shown_bytes, min(done_bytes + _incomplete_bytes(blobs), total_bytes))
+            self.report(f"downloading {self.repo_id}", shown_bytes, total_bytes)
+
+        with _every(0.2, tell):
+            for name in missing:
+                path = self._get(name, self.commit)
+                if not _intact(path, self.files[name]):
+                    path.resolve().unlink()
+                    path.unlink(missing_ok=True)  # a link to it, where the cache uses links
+                    raise ValueError(f"{name} of {self.repo_id} came with a wrong checksum and was removed: run again")
+                done_bytes += self.files[name].size or 0
+        tell()
+
+    def _get(self, name: str, revision: str | None) -> Path:
+        """A file's place in the cache; downloaded if it is not there, or if `revision` is no commit and has moved."""
+        from huggingface_hub import hf_hub_download
+
+        try:
+            return Path(hf_hub_download(self.repo_id, name, revision=revision))
+        except Exception as error:  # of whatever HTTP library this huggingface_hub uses
+            reason = _refusal(error, self.repo_id, revision) or _reason(error)
+            raise ValueError(f"cannot download {name} of {self.repo_id}: {reason}; run again to go on") from error
+
+
+def _intact(path: Path, file: "RepoSibling") -> bool:
+    """Whether a file has the checksum the hub gave for it: SHA-256 for a large one, git's own for a small one."""
+    if file.lfs is not None:
+        digest, expected = hashlib.sha256(), file.lfs.sha256
+    elif file.blob_id is not None:
+        digest, expected = hashlib.sha1(b"blob %d\0" % path.stat().st_size), file.blob_id
+    else:
+        return True
+    with open(path, "rb") as content:
+        while chunk := content.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest() == expected
+
+
+def _cached(repo_id: str, revision: str | None, weights: bool, reason: str, level: int) -> Path:
+    """The snapshot that the cache has for a revision, if it is complete; else ValueError with the reason."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    config = try_to_load_from_cache(repo_id, CONFIG, revision=revision)
+    what = repo_id if revision is None else f"{repo_id} at {revision}"
+    if not isinstance(config, str):
+        raise ValueError(f"{what}: {reason}, and it is not in the cache {HF_HUB_CACHE}")
+    folder = Path(config).parent
+    try:
+        check_folder(folder, weights)
+    except ValueError as error:
+        raise ValueError(f"{what}: {reason}, and it is not complete in the cache: {error}") from error
+    logger.log(level, "%s; using %s as it is in the cache", reason, what)
+    return folder
+
+
+def _refusal(error: BaseException, repo_id: str, revision: str | None) -> str | None:
+    """What to tell the user where the hub did answer, but would not give; None if it could not be reached."""
+    from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
+
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, HfHubHTTPError):
+        cause = cause.__cause__
+    if cause is None:
+        return None
+    if isinstance(cause, RevisionNotFoundError):
+        return f"{repo_id} has no branch, tag or commit {revision or 'main'}"
+    match cause.response.status_code:
+        case 401:
+            return f"there is no repo {repo_id}, or it is private or gated (HTTP 401): check the name, or set HF_TOKEN"
+        case 403:
+            return f"{repo_id} is gated (HTTP 403): accept its terms on its page, and set HF_TOKEN"
+        case 404:
+            return f"there is no repo {repo_id} (HTTP 404)"
+        case status if status < 500 and status not in (408, 429):
+            return f"the hub refuses {repo_id} (HTTP {status})"
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    """Why, in a few words: the innermost cause that says something."""
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    if isinstance(error, HfHubHTTPError):
+        return f"HTTP {error.response.status_code}"
+    if error.__cause__ is not None:
+        return _reason(error.__cause__)
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).strip().splitlines()
+    return re.sub(r"^\[Errno -?\d+\] ", "", lines[0]) if lines else type(error).__name__
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The call's result, or TimeoutError: name look-up and a host's many addresses know no time-out of their own."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    # A daemon: it may hang for minutes, and nobody waits for it.
+    threading.Thread(target=run, daemon=True, name="hub-probe").start()
+    try:
+        return outcome.result(timeout=seconds)
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
+
+
+@contextmanager
+def _every(seconds: float, call: Callable[[], None]) -> Iterator[None]:
+    """Call again and again from a thread, until the block is left."""
+    done = threading.Event()
+
+    def run() -> None:
+        while not done.wait(seconds):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True, name="download-progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _incomplete_bytes(blobs: Path) -> int:
+    """Bytes of the file that is being downloaded: the one written to last."""
+    newest, size_bytes = 0, 0
+    for path in blobs.glob("*.incomplete"):
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            continue
+        if stat.st_mtime_ns > newest:
+            newest, size_bytes = stat.st_mtime_ns, stat.st_size
+    return size_bytes
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the hub library's own warnings and progress bars off the terminal."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    library = logging.getLogger("huggingface_hub")
+    level, bars_were_off = library.level, are_progress_bars_disabled()
+    library.setLevel(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        disable_progress_bars()
+        try:
+            yield
+        finally:
+            library.setLevel(level)
+            if not bars_were_off:
+                enable_progress_bars()
