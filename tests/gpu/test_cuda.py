@@ -1,5 +1,7 @@
 """What only a CUDA device can show: memory sizing, asynchronous launches, allocation failures."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -14,12 +16,23 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 @pytest.fixture
 def qwen(tmp_path):
     """A config with the shape of a small Qwen3; weights are random."""
-    (tmp_path / "config.json").write_text(
-        """{"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000, "max_position_embeddings": 40960, "tie_word_embeddings": true, "hidden_act": "silu",
-        "eos_token_id": 151645}"""
-    )
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "eos_token_id": 151645,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
 
 

@@ -13,7 +13,7 @@ from minisgl.source.hub import locate
 pytestmark = pytest.mark.real_model
 
 LENGTHS = [1, 2, 3, 5, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 200, 333, 512, 1000, 2000]
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 FEW = 2176  # tokens in the pool: the longest prompt fits with its answer, the rest does not beside it
 
 SELECTED = {
@@ -21,8 +21,7 @@ SELECTED = {
     "separate, no overlap, page size 1": {"mixed_batch": False, "overlap": False, "page_size": 1},
 }
 FULL = {
-    f"chunk {chunk}, page size {page_size}, {'few pages' if few else 'all pages'}, "
-    f"overlap {overlap}, mixed {mixed}": {
+    f"chunk {chunk}, page size {page_size}, {'few pages' if few else 'all pages'}, overlap {overlap}, mixed {mixed}": {
         "chunked_prefill_size": chunk,
         "page_size": page_size,
         "overlap": overlap,
