@@ -1,22 +1,48 @@
-"""Batch: one step of the engine as host arrays, complete when built."""
+"""Batch: one step of the engine as host arrays, complete when built; Outcome: what it brings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Lists of different lengths, one after the other."""
+
+    values: NDArray[np.generic]
+    lengths: Int32
+
+    def rows(self) -> list[NDArray[np.generic]]:
+        """The lists as views."""
+        return np.split(self.values, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
 
 
 @dataclass(frozen=True, eq=False)
 class Joins:
-    """Requests that enter, or come back after a retraction: the sampling row of each slot. J rows."""
+    """Requests that enter, or come back after a retraction: how each slot is sampled. J rows."""
 
     slots: Int32  # [J]
-    temperature: NDArray[np.float32]  # [J], 0 is greedy
+    temperature: Float32  # [J], 0 is greedy
     top_k: Int32  # [J], 0 is off
-    top_p: NDArray[np.float32]  # [J], 1 is off
+    top_p: Float32  # [J], 1 is off
+    min_p: Float32  # [J], 0 is off
     seed: NDArray[np.int64]  # [J]
+    presence: Float32  # [J], 0 is off
+    frequency: Float32  # [J], 0 is off
+    repetition: Float32  # [J], 1 is off
+    prompt_len: Int32  # [J]
+    min_len: Int32  # [J], prompt and answer together: up to there the tokens of `stop_ids` are not drawn
+    logprobs: Int32  # [J], alternatives to report for each token; -1 is off
+    prompt_logprobs: Int32  # [J], the same for the prompt
+    history: Ragged  # J lists: all tokens so far, where a penalty, bad words or prompt_logprobs need them
+    stop_ids: Ragged  # J lists, where min_len needs them
+    bias_ids: Ragged  # J lists of token ids
+    bias: Ragged  # J lists of float32
+    bad_words: Ragged  # J lists: each word's length and then its tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,3 +67,35 @@ class Batch:
     def num_tokens(self) -> int:
         """Query tokens of the step, decode and prefill together."""
         return self.num_decode + len(self.input_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Log-probabilities, from unmodified logits, of n tokens and of the K likeliest in the place of each."""
+
+    chosen: Float32  # [n]
+    top_ids: Int32  # [n, K], likeliest first
+    top: Float32  # [n, K]
+
+    def take(self, rows: NDArray[np.generic]) -> "Logprobs":
+        """Some of the n tokens."""
+        return Logprobs(self.chosen[rows], self.top_ids[rows], self.top[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class PromptLogprobs:
+    """The same for the prompt tokens `first`, `first + 1`, … of a slot's request."""
+
+    slot: int
+    first: int
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a batch brought."""
+
+    tokens: Int32  # [S], one per row that samples, in row order; -1 where logits were not numbers
+    logprob_rows: Int32 = field(default_factory=lambda: np.empty(0, np.int32))  # [n], which of the S rows report
+    logprobs: Logprobs | None = None  # of these
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -115,7 +115,8 @@ def build_engine(config: EngineConfig, folder: ModelFolder, report: Report | Non
         model,
         attention,
         num_slots=config.max_running_requests,
-        pages_per_slot=-(-context // config.page_size),
+        context=context,
+        page_size=config.page_size,
         device=device,
     )
     size, name = config.page_size, folder.name

@@ -14,6 +14,9 @@ SchedulePolicy = Literal["fcfs", "lpm", "priority"]
 CacheKind = Literal["radix", "none"]
 Device = Literal["auto", "cpu", "cuda"]
 
+MOST_LOGPROBS = 20
+"""Alternatives to a token whose log-probabilities can be asked for, as in OpenAI's API."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
@@ -103,11 +106,13 @@ class SamplingParams:
     Raises ValueError, naming the field, its value and what is allowed.
     """
 
+    n: Annotated[int | None, Doc("Answers to each prompt."), Flag(aliases=("-n",))] = None
     max_tokens: Annotated[
         int | None,
         Doc("Most tokens to generate; default: the rest of the context."),
         Flag(aliases=("--max-new-tokens",)),
     ] = None
+    min_tokens: Annotated[int | None, Doc("Tokens to generate before the answer may end by itself.")] = None
     temperature: Annotated[
         float | None, Doc("Flattens (above 1) or sharpens (below 1) the choice; 0 takes the likeliest.")
     ] = None
@@ -115,32 +120,63 @@ class SamplingParams:
     top_p: Annotated[
         float | None, Doc("Choose among the fewest likeliest tokens that together have this probability.")
     ] = None
+    min_p: Annotated[
+        float | None, Doc("Leave out tokens less likely than this share of the likeliest one's probability.")
+    ] = None
     seed: Annotated[int | None, Doc("Same seed, same draws; default: a fresh one.")] = None
+    presence_penalty: Annotated[float | None, Doc("Subtracted from the score of tokens in the answer so far.")] = None
+    frequency_penalty: Annotated[
+        float | None, Doc("Subtracted from a token's score for each time that the answer has it.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        Doc("Divides positive scores of tokens in prompt and answer, and multiplies negative ones."),
+    ] = None
+    logit_bias: Annotated[Mapping[int, float] | None, Doc("Added to the scores of these token ids.")] = None
+    bad_words: Annotated[Sequence[str] | None, Doc("Texts that the answer must not have.")] = None
     stop: Annotated[str | Sequence[str] | None, Doc("End before this text; may be given several times.")] = None
     stop_token_ids: Annotated[Sequence[int] | None, Doc("End at this token id; may be given several times.")] = None
+    include_stop_str_in_output: Annotated[bool | None, Doc("Show the stop text that ended the answer.")] = None
     ignore_eos: Annotated[bool | None, Doc("Go on after the model's own end-of-text tokens.")] = None
+    skip_special_tokens: Annotated[bool | None, Doc("Leave special tokens out of the text; default: on.")] = None
+    logprobs: Annotated[
+        int | None, Doc("Log-probabilities of each token and of the so many likeliest in its place.")
+    ] = None
+    prompt_logprobs: Annotated[int | None, Doc("The same for the prompt's tokens.")] = None
     priority: Annotated[int | None, Doc("For the priority policy: a higher number runs earlier.")] = None
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_range("n", self.n, least=1, most=1024)
         check_range("max_tokens", self.max_tokens, least=1)
+        check_range("min_tokens", self.min_tokens, least=0, most=self.max_tokens)
         check_range("temperature", self.temperature, least=0, most=100)
         check_range("top_k", self.top_k, least=-1)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        check_range("min_p", self.min_p, least=0, most=1)
         check_range("seed", self.seed, least=-(2**63), most=2**63 - 1)
+        check_range("presence_penalty", self.presence_penalty, least=-2, most=2)
+        check_range("frequency_penalty", self.frequency_penalty, least=-2, most=2)
+        check_range("repetition_penalty", self.repetition_penalty, least=0.01, most=100)
+        for token, bias in (self.logit_bias or {}).items():
+            check_range("logit_bias", token, least=0, most=2**31 - 1)
+            check_range("logit_bias", bias, least=-100, most=100)
+        check_range("logprobs", self.logprobs, least=0, most=MOST_LOGPROBS)
+        check_range("prompt_logprobs", self.prompt_logprobs, least=0, most=MOST_LOGPROBS)
         check_range("priority", self.priority, least=-1000, most=1000)
-        if "" in self.stop_strings:
-            raise ValueError("stop must not be an empty text: it would end every answer at once")
+        for name in ("stop", "bad_words"):
+            if "" in self.texts(name):
+                raise ValueError(f"{name} must not be an empty text: every answer has it")
         for token in self.stop_token_ids or ():
             check_range("stop_token_ids", token, least=0, most=2**31 - 1)
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, empty when unset."""
-        if self.stop is None:
+    def texts(self, name: Literal["stop", "bad_words"]) -> tuple[str, ...]:
+        """A field that holds texts as a tuple, empty when unset."""
+        value: str | Sequence[str] | None = getattr(self, name)
+        if value is None:
             return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (value,) if isinstance(value, str) else tuple(value)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Self:
         """Fill fields that are None from `defaults` (field name to value); unknown names are a ValueError."""
@@ -183,6 +219,9 @@ def _fits(value: object, kind: Any) -> bool:
         return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if get_origin(kind) is Literal:
         return value in get_args(kind)
+    if get_origin(kind) is Mapping:
+        of_key, of_value = get_args(kind)
+        return isinstance(value, Mapping) and all(_fits(k, of_key) and _fits(v, of_value) for k, v in value.items())
     (element,) = get_args(kind)  # of a Sequence
     return (
         isinstance(value, Sequence)
@@ -194,6 +233,8 @@ def _fits(value: object, kind: Any) -> bool:
 def _allowed(kind: Any) -> tuple[str, ...]:
     if get_origin(kind) is Sequence:
         return (f"a list of {'whole numbers' if get_args(kind) == (int,) else 'texts'}",)
+    if get_origin(kind) is Mapping:
+        return ("a map from token ids to numbers",)
     if get_origin(kind) is Literal:
         return get_args(kind)
     names = {bool: ("true", "false"), int: ("a whole number",), float: ("a finite number",), str: ("a text",)}

@@ -5,16 +5,16 @@ from typing import Protocol
 
 import numpy as np
 
-from minisgl.batch import Batch
-from minisgl.request import FinishReason, Int32, Request
+from minisgl.batch import Batch, Outcome
+from minisgl.request import NO_TOKENS, FinishReason, Request
 from minisgl.scheduler import Committed, Scheduler, Stats
 
 
 class Result(Protocol):
     """What a launched batch will bring."""
 
-    def tokens(self) -> Int32:
-        """Wait for the device; one token per row that samples, in row order, -1 where logits were not numbers."""
+    def wait(self) -> Outcome:
+        """Wait for the device and return it."""
         ...
 
 
@@ -72,14 +72,15 @@ class Engine:
                 self._results.append(self.runner.launch(batch))
                 self.scheduler.launched(batch)
             if len(self._results) > (self._depth if batch is not None else 0):
-                return self.scheduler.commit(self._results.popleft().tokens())
+                return self.scheduler.commit(self._results.popleft().wait())
         except BaseException:
             self._results.clear()
             self.scheduler.fail_all()
             raise
         ended = self.scheduler.take_ended()
         assert batch is not None or ended or not self.scheduler.queue, "requests wait, and nothing can run"
-        return Committed(np.empty(0, np.int64), np.empty(0, np.int32), ended)
+        nobody = np.empty(0, np.int64)
+        return Committed(nobody, NO_TOKENS, ended, nobody, None, [])
 
     def stats(self) -> Stats:
         """Counts at this moment."""

@@ -1,95 +1,24 @@
 """LLM: the engine for scripts, in this process."""
 
-import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
-
-import numpy as np
 
 from minisgl.build import build_engine, release_memory, resolve
 from minisgl.config import EngineConfig, SamplingParams
 from minisgl.engine import Engine
-from minisgl.request import FinishReason, Request, room_for
-from minisgl.scheduler import Stats
+from minisgl.generation import NEUTRAL, Front, Generation, Prompt
+from minisgl.results import Piece, RequestOutput
+from minisgl.scheduler import Committed, Stats
 from minisgl.source.hub import Report, locate
 from minisgl.source.model_config import read_model_config
-from minisgl.tokenizer.stream import StreamDecoder
 from minisgl.tokenizer.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
-NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "ignore_eos": False, "priority": 0}
-"""Sampling where neither user nor model says anything."""
-
-Prompt = str | list[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One answer to a prompt."""
-
-    index: int
-    text: str
-    token_ids: list[int]  # with the end-of-text or stop token that ended it
-    finish_reason: FinishReason
-    stop_reason: str | int | None  # the stop string, or the user's stop token; None for the model's own end
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """When things happened to a request, in seconds."""
-
-    ttft_s: float | None  # from arrival to the first token
-    total_s: float  # from arrival to the end
-    decode_tokens_per_s: float | None  # after the first token; None where there is no second
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestOutput:
-    """All that came of a prompt."""
-
-    prompt: str | None  # None where token ids were given
-    prompt_token_ids: list[int]
-    cached_tokens: int  # prompt tokens whose KV was found in the prefix cache
-    outputs: list[Completion]
-    timing: Timing
-
-    @property
-    def text(self) -> str:
-        """The first answer's text."""
-        return self.outputs[0].text
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A part of an answer as it streams; the last one carries the whole."""
-
-    text: str
-    token_ids: list[int]
-    output: RequestOutput | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.output is not None
-
-
-@dataclass(eq=False, kw_only=True)
-class _Job:
-    """A request and what its reader needs: text as it comes, where there are stop strings or someone streams."""
-
-    request: Request
-    prompt: str | None
-    decoder: StreamDecoder | None
-    pieces: deque[Piece] | None  # None: nobody streams
-    text: list[str] = field(default_factory=list)
-    first_token_s: float | None = None
-    output: RequestOutput | None = None
+Message = Mapping[str, Any]
 
 
 class LLM:
@@ -115,12 +44,17 @@ class LLM:
         self.model_name = folder.name
         self.tokenizer = Tokenizer.find(folder.path)
         model = read_model_config(folder.path)
-        self._vocab_size = model.vocab_size
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        self._eos_ids = tuple(sorted({*model.eos_token_ids, *own}))
-        self._defaults = {**NEUTRAL, **folder.sampling_defaults}
         self._engine: Engine | None = build_engine(self.config, folder, report)
-        self._jobs: dict[int, _Job] = {}
+        self._front = Front(
+            tokenizer=self.tokenizer,
+            vocab_size=model.vocab_size,
+            context=self._engine.context,
+            eos_ids=tuple(sorted({*model.eos_token_ids, *own})),
+            defaults={**NEUTRAL, **folder.sampling_defaults},
+            model_name=folder.name,
+        )
+        self._generations: dict[int, Generation] = {}  # by request key
         self._next_key = 0
         self._random = random.SystemRandom()
 
@@ -133,7 +67,7 @@ class LLM:
     def close(self) -> None:
         """End what runs and free the model; safe to call again."""
         self._engine = None
-        self._jobs.clear()
+        self._generations.clear()
         if self.config.device == "cuda":
             release_memory()
 
@@ -146,9 +80,24 @@ class LLM:
         """Counts of requests, pages, prefix-cache hits, retractions and steps at this moment."""
         return self._running_engine.stats()
 
-    def chat_prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The token ids of a conversation under the model's chat template, ready for the answer."""
-        return self._need_tokenizer("a conversation").chat(list(messages))
+    # Text and tokens
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A text's token ids; with special tokens as a raw prompt has them."""
+        return self._front.need_tokenizer("tokenize").encode(text, add_special_tokens)
+
+    def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        return self._front.need_tokenizer("detokenize").decode(token_ids, skip_special_tokens)
+
+    def chat_prompt(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The token ids of a conversation under the model's chat template, ready for the answer.
+
+        `options` go to the template: `add_generation_prompt`, `continue_final_message`, `tools`, and its own.
+        """
+        return self._front.need_tokenizer("a conversation").chat(messages, **options)
+
+    # Generating
 
     def generate(
         self,
@@ -156,106 +105,83 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        on_finished: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts (text, or token ids) and return the results in their order.
 
         One SamplingParams holds for all; a list has one for each. Prompts beyond what runs at once wait outside
-        the engine, so that thousands take no more memory than their results.
+        the engine, so that thousands take no more memory than their results. `on_finished` is told a prompt's number
+        and result as soon as it is there.
         """
         given = _as_list(prompts)
-        params = self._params_for(given, sampling_params)
-        jobs = [self._job(p, s, stream=False) for p, s in zip(given, params, strict=True)]
-        waiting, unfinished = deque(jobs), {job.request.key for job in jobs}
-        engine = self._running_engine
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params: Sequence[SamplingParams] = [sampling_params or SamplingParams()] * len(given)
+        else:
+            params = sampling_params
+        if len(params) != len(given):
+            raise ValueError(f"{len(given)} prompts and {len(params)} sampling_params: give one, or one for each")
+        generations = [self._generation(p, s, stream=False) for p, s in zip(given, params, strict=True)]
+        waiting = deque(generations)
+        unfinished = {generation: number for number, generation in enumerate(generations)}
         most_waiting = 2 * self.config.max_running_requests
-        with _progress(len(jobs), progress) as advance:
+        with _progress(len(generations), progress) as advance:
             try:
                 while unfinished:
-                    while waiting and engine.num_waiting < most_waiting:
+                    while waiting and self._running_engine.num_waiting < most_waiting:
                         self._start(waiting.popleft())
-                    ended = unfinished.intersection(self._step())
-                    unfinished -= ended
-                    advance(len(ended))
+                    for generation in self._step():
+                        number = unfinished.pop(generation, None)
+                        if number is not None and generation.output is not None:
+                            advance(1)
+                            if on_finished is not None:
+                                on_finished(number, generation.output)
             finally:
-                self._abandon(jobs)
-        return [job.output for job in jobs if job.output is not None]
+                self._abandon(generations)
+        return [generation.output for generation in generations if generation.output is not None]
 
-    def stream(self, prompt: Prompt | list[int], sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them; `options` go to the chat template."""
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
         """Answer one prompt piece by piece; leaving the loop aborts the request.
 
         Text is held back while it may be part of a stop string or of a character; the last piece has `.output`.
         """
-        job = self._job(prompt, sampling_params or SamplingParams(), stream=True)
-        return self._stream(job)
+        return self._stream(self._generation(prompt, sampling_params or SamplingParams(), stream=True))
 
-    def _stream(self, job: _Job) -> Iterator[Piece]:
-        assert job.pieces is not None
-        self._start(job)
+    def _stream(self, generation: Generation) -> Iterator[Piece]:
+        self._start(generation)
         try:
             while True:
-                while job.pieces:
-                    piece = job.pieces.popleft()
+                while generation.pieces:
+                    piece = generation.pieces.popleft()
                     yield piece
                     if piece.finished:
                         return
                 self._step()
         finally:
-            self._abandon([job])
+            self._abandon([generation])
 
-    # Requests
+    def abort(self, request_id: int | None = None) -> None:
+        """End a running request by its `request_id`, or all; its result comes with the reason `abort`.
 
-    def _params_for(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> Sequence[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling_params: give one, or one for each")
-        return params
-
-    def _job(self, prompt: Prompt, sampling: SamplingParams, stream: bool) -> _Job:
-        """Everything about a request that can be wrong is found here."""
-        ids = self._token_ids(prompt)
-        sampling = sampling.with_defaults(self._defaults)
-        user_stops = tuple(sampling.stop_token_ids or ())
-        if bad := [t for t in user_stops if t >= self._vocab_size]:
-            raise ValueError(f"stop_token_ids: {bad[0]} is not in the model's vocabulary of {self._vocab_size}")
-        room = room_for(len(ids), sampling.max_tokens, self._running_engine.context)
-        if sampling.max_tokens is not None and room < sampling.max_tokens:
-            logger.info("max_tokens %d cut to %d, which is what the context leaves", sampling.max_tokens, room)
-        decoder = None
-        if sampling.stop_strings or (stream and self.tokenizer):
-            decoder = StreamDecoder(self._need_tokenizer("a stop string"), sampling.stop_strings)
-        seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(63)
-        request = Request(
-            key=self._next_key,
-            prompt=np.array(ids, dtype=np.int32),
-            max_tokens=room,
-            sampling=sampling,
-            stop_ids=tuple({*user_stops, *(() if sampling.ignore_eos else self._eos_ids)}),
-            seed=seed,
-            arrival_s=time.monotonic(),
-        )
-        self._next_key += 1
-        text = prompt if isinstance(prompt, str) else None
-        return _Job(request=request, prompt=text, decoder=decoder, pieces=deque() if stream else None)
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self._need_tokenizer("a text prompt").encode(prompt)
-        else:
-            ids = list(prompt)
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise ValueError(f"a prompt must be text or token ids, got {token!r} in it")
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(f"token id {token} is not in the model's vocabulary of {self._vocab_size}")
-        return ids
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, and {self.model_name} has none: give token ids")
-        return self.tokenizer
+        For use inside a `stream` loop or `on_finished`. Without effect on one that has ended.
+        """
+        for generation in set(self._generations.values()):
+            if request_id in (None, generation.request_id):
+                for request in generation.requests:
+                    self._running_engine.finish(request, "abort")
 
     @property
     def _running_engine(self) -> Engine:
@@ -263,75 +189,59 @@ class LLM:
             raise ValueError("this LLM is closed")
         return self._engine
 
-    def _start(self, job: _Job) -> None:
-        job.request.arrival_s = time.monotonic()
-        self._jobs[job.request.key] = job
-        self._running_engine.add(job.request)
+    def _generation(self, prompt: Prompt, params: SamplingParams, stream: bool) -> Generation:
+        assert self._running_engine
+        generation = self._front.generation(prompt, params, self._next_key, self._random.getrandbits(63), stream)
+        self._next_key += len(generation.requests)
+        return generation
 
-    def _abandon(self, jobs: Sequence[_Job]) -> None:
+    def _start(self, generation: Generation) -> None:
+        now_s = time.monotonic()
+        for request in generation.requests:
+            request.arrival_s = now_s
+            self._generations[request.key] = generation
+        self._running_engine.add(generation.requests[0])
+
+    def _abandon(self, generations: Sequence[Generation]) -> None:
         """Abort those that have not ended, and step until the engine has let go of them."""
         engine = self._engine
         if engine is None:
             return
-        left = [job for job in jobs if job.output is None and job.request.key in self._jobs]
-        for job in left:
-            engine.finish(job.request, "abort")
-        while engine.has_work and any(job.output is None or job.request.slot >= 0 for job in left):
+        left = [g for g in generations if g.output is None and g.request_id in self._generations]
+        requests = [request for generation in left for request in generation.requests]
+        for request in requests:
+            engine.finish(request, "abort")
+        while engine.has_work and any(request.slot >= 0 or request.key in self._generations for request in requests):
             self._step()
-        for job in left:
-            self._jobs.pop(job.request.key, None)
+        for request in requests:
+            self._generations.pop(request.key, None)
 
-    # Steps
-
-    def _step(self) -> list[int]:
-        """One engine step, its tokens handed to whom they concern; returns the keys of requests that ended."""
+    def _step(self) -> list[Generation]:
+        """One engine step, its tokens handed to whom they concern; returns the generations that are complete."""
         committed = self._running_engine.step()
-        now = time.monotonic()
+        now_s = time.monotonic()
+        self._take_logprobs(committed)
         for key, token in zip(committed.keys.tolist(), committed.tokens.tolist(), strict=True):
-            self._take_token(self._jobs[key], token, now)
+            generation = self._generations.get(key)
+            if generation is not None and generation.take_token(key, token, now_s):
+                self._running_engine.finish(next(r for r in generation.requests if r.key == key), "stop")
+        complete = []
         for request in committed.ended:
-            if job := self._jobs.pop(request.key, None):
-                self._finish(job)
-        return [request.key for request in committed.ended]
+            if generation := self._generations.pop(request.key, None):
+                generation.end(request.key, now_s)
+                if generation.output is not None:
+                    complete.append(generation)
+        return complete
 
-    def _take_token(self, job: _Job, token: int, now: float) -> None:
-        if job.first_token_s is None:
-            job.first_token_s = now
-        text = ""
-        if job.decoder is not None and token not in job.request.stop_ids:
-            text = job.decoder.push([token])
-            job.text.append(text)
-            if job.decoder.matched is not None:
-                self._running_engine.finish(job.request, "stop")
-        if job.pieces is not None:
-            job.pieces.append(Piece(text=text, token_ids=[token]))
-
-    def _finish(self, job: _Job) -> None:
-        request, decoder = job.request, job.decoder
-        assert request.finish_reason is not None
-        ids: list[int] = request.output.tolist()
-        shown = ids[:-1] if ids and ids[-1] in request.stop_ids else ids
-        reason, stop_reason, rest = request.finish_reason, None, ""
-        if len(shown) < len(ids) and ids[-1] in (request.sampling.stop_token_ids or ()):
-            stop_reason = ids[-1]
-        if decoder is not None:
-            rest = decoder.finish()
-            text = "".join([*job.text, rest])
-            if decoder.matched is not None:
-                ids, reason, stop_reason = ids[: decoder.num_tokens_kept], "stop", decoder.matched
-        else:
-            # Not `decode`, which refuses ids that a padded vocabulary has and the tokenizer has not.
-            text = self.tokenizer.detokenizer.decode(shown, True) if self.tokenizer else ""
-        answer = Completion(index=0, text=text, token_ids=ids, finish_reason=reason, stop_reason=stop_reason)
-        job.output = RequestOutput(
-            prompt=job.prompt,
-            prompt_token_ids=request.prompt.tolist(),
-            cached_tokens=request.cached_tokens or 0,
-            outputs=[answer],
-            timing=_timing(request.arrival_s, job.first_token_s, time.monotonic(), len(ids)),
-        )
-        if job.pieces is not None:
-            job.pieces.append(Piece(text=rest, token_ids=[], output=job.output))
+    def _take_logprobs(self, committed: Committed) -> None:
+        for key, prompt in committed.prompt_logprobs:
+            if generation := self._generations.get(key):
+                generation.take_prompt_logprobs(prompt.first, prompt.logprobs)
+        if committed.logprobs is not None:
+            tokens = dict(zip(committed.keys.tolist(), committed.tokens.tolist(), strict=True))
+            for row, key in enumerate(committed.logprob_keys.tolist()):
+                if (generation := self._generations.get(key)) and key in tokens:
+                    generation.take_logprobs(key, tokens[key], committed.logprobs, row)
 
 
 def _as_list(prompts: str | Sequence[Prompt] | list[int]) -> list[Prompt]:
@@ -342,26 +252,16 @@ def _as_list(prompts: str | Sequence[Prompt] | list[int]) -> list[Prompt]:
     return [given] if given and all(isinstance(p, int) for p in given) else given
 
 
-def _timing(arrival_s: float, first_token_s: float | None, ended_s: float, num_tokens: int) -> Timing:
-    decode_s = 0.0 if first_token_s is None else ended_s - first_token_s
-    return Timing(
-        ttft_s=None if first_token_s is None else first_token_s - arrival_s,
-        total_s=ended_s - arrival_s,
-        decode_tokens_per_s=(num_tokens - 1) / decode_s if num_tokens > 1 and decode_s > 0 else None,
-    )
-
-
 @contextmanager
 def _progress(total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar of finished requests on stderr, where one is wanted."""
+    """A progress bar of finished prompts on stderr, where one is wanted."""
     if not show:
         yield lambda ended: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
-    with Progress(
-        "requests", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=Console(stderr=True)
-    ) as bar:
-        task = bar.add_task("requests", total=total)
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("prompts", total=total)
         yield lambda ended: bar.advance(task, ended)

@@ -28,6 +28,7 @@ class Request:
     max_tokens: int  # most tokens to generate; prompt and these fit the context
     sampling: SamplingParams  # every field that has a default is set
     stop_ids: tuple[int, ...]  # tokens that end it: end-of-text unless ignored, and the user's
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that it must not produce
     seed: int
     arrival_s: float  # monotonic clock
     output: Int32 = field(default_factory=lambda: NO_TOKENS)
@@ -36,11 +37,19 @@ class Request:
     finish_reason: FinishReason | None = None
     retractions: int = 0
     passed_over: int = 0  # times that a later request was admitted first
+    followers: list["Request"] = field(default_factory=list)  # wait until this one's prompt is in the prefix cache
 
     @property
     def priority(self) -> int:
         """Higher runs earlier under the priority policy, and is retracted later under every policy."""
         return self.sampling.priority or 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether its next token's scores depend on earlier tokens themselves, or its prompt is scored."""
+        s = self.sampling
+        penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty not in (None, 1)
+        return bool(penalised or self.bad_words) or s.prompt_logprobs is not None
 
     @property
     def known(self) -> Int32:

@@ -8,10 +8,11 @@ import time
 
 import numpy as np
 
-from minisgl.batch import Batch
+from minisgl.batch import Batch, Outcome
 from minisgl.cache.radix import RadixCache
 from minisgl.config import SamplingParams
 from minisgl.engine import Engine
+from minisgl.generation import NEUTRAL
 from minisgl.request import Int32, Request
 from minisgl.scheduler import Scheduler
 
@@ -24,8 +25,8 @@ class Tokens:
     def __init__(self, tokens: Int32) -> None:
         self._tokens = tokens
 
-    def tokens(self) -> Int32:
-        return self._tokens
+    def wait(self) -> Outcome:
+        return Outcome(self._tokens)
 
 
 class NoDevice:
@@ -39,7 +40,7 @@ def decode_step_us(overlap: bool) -> list[float]:
     """Microseconds of each step that only decodes, with 256 requests running."""
     scheduler = Scheduler(num_slots=RUNNING, num_pages=40_000, page_size=16, context=4096, chunk_size=8192)
     engine = Engine(scheduler, NoDevice(), overlap)
-    sampling = SamplingParams(temperature=0.6, top_k=0, top_p=1.0, ignore_eos=True, priority=0)
+    sampling = SamplingParams(temperature=0.6, ignore_eos=True).with_defaults(NEUTRAL)
     rng = np.random.default_rng(0)
     for key in range(RUNNING):
         prompt = rng.integers(2, 10_000, rng.integers(100, 1024), dtype=np.int32)

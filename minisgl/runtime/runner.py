@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, Step
-from minisgl.batch import Batch, Int32
+from minisgl.batch import Batch, Int32, Logprobs, Outcome, PromptLogprobs
 from minisgl.model.decoder import Decoder
 from minisgl.runtime.sampler import Sampler
 
@@ -20,12 +20,22 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: Decoder, attention: AttentionBackend, *, num_slots: int, pages_per_slot: int, device: torch.device
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        *,
+        num_slots: int,
+        context: int,
+        page_size: int,
+        device: torch.device,
     ) -> None:
         self._model, self._attention, self._device = model, attention, device
-        self._page_table = torch.zeros(num_slots, pages_per_slot, dtype=torch.int32, device=device)
+        self._page_table = torch.zeros(num_slots, -(-context // page_size), dtype=torch.int32, device=device)
         self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self._sampler = Sampler(num_slots, device)
+        self._sampler = Sampler(num_slots, context, device)
+        self._logprobs = np.full(num_slots, -1, dtype=np.int32)  # alternatives to report; -1: nothing
+        self._prompt_top = np.full(num_slots, -1, dtype=np.int32)  # the same for the prompt
+        self._prompt_end = np.zeros(num_slots, dtype=np.int32)  # the prompt's length
         self._staging = Staging(device)
 
     @torch.inference_mode()
@@ -33,7 +43,7 @@ class ModelRunner:
         """Run a batch's forward and sampling; on CUDA this returns before the device is done."""
         host = _host_arrays(batch)
         on_device = self._staging.send(host)
-        self._write_tables(batch, on_device)
+        self._write_tables(batch, on_device["page_writes"])
         slots, kv_len = on_device["slots"].long(), on_device["kv_len"]
         step = Step(
             batch=batch,
@@ -47,41 +57,94 @@ class ModelRunner:
         input_ids = torch.cat([self._last_token[slots[: batch.num_decode]], prompt_ids])  # [T]
         self._attention.plan(step)
         hidden = self._model.forward(input_ids, step.positions, self._attention)  # [T, E]
-        rows = batch.slots[batch.samples]
-        if not len(rows):
-            return Pending(torch.empty(0, dtype=torch.int64), None)
+        prompts = self._score_prompts(batch, hidden)
+        if not batch.samples.any():
+            return self._staging.receive(torch.empty(0, dtype=torch.int64, device=self._device), NOBODY, None, prompts)
         logits = self._model.logits(hidden[on_device["sample_tokens"].long()])  # [S, V]
-        sample_slots = on_device["sample_slots"].long()
-        tokens = self._sampler.sample(logits, rows, sample_slots, on_device["sample_positions"].long())  # [S]
+        rows, lengths = batch.slots[batch.samples], batch.kv_len[batch.samples]
+        sample_slots, positions = slots[on_device["sample_rows"].long()], kv_len[on_device["sample_rows"].long()].long()
+        tokens = self._sampler.sample(logits, rows, lengths, sample_slots, positions)  # [S]
         self._last_token[sample_slots] = tokens.clamp(min=0)
-        return self._staging.receive(tokens)
+        reports = np.flatnonzero(self._logprobs[rows] >= 0).astype(np.int32)
+        scores = None
+        if reports.size:
+            at = torch.from_numpy(reports).long().to(self._device)
+            scores = logprobs(logits[at], tokens[at].clamp(min=0), int(self._logprobs[rows].max()))
+        return self._staging.receive(tokens, reports, scores, prompts)
 
-    def _write_tables(self, batch: Batch, on_device: dict[str, Tensor]) -> None:
+    def _write_tables(self, batch: Batch, page_writes: Tensor) -> None:
         if len(batch.page_writes):
-            slot, index, page = on_device["page_writes"].view(-1, 3).unbind(dim=1)
+            slot, index, page = page_writes.view(-1, 3).unbind(dim=1)
             self._page_table[slot.long(), index.long()] = page
-        if len(batch.joins.slots):
-            self._sampler.join(
-                batch.joins,
-                slots=on_device["join_slots"].long(),
-                temperature=on_device["temperature"].view(torch.float32),
-                top_k=on_device["top_k"],
-                top_p=on_device["top_p"].view(torch.float32),
-                seed=on_device["seed"].view(torch.int64),
-            )
+        joins = batch.joins
+        if len(joins.slots):
+            self._sampler.join(joins)
+            self._logprobs[joins.slots] = joins.logprobs
+            self._prompt_top[joins.slots] = joins.prompt_logprobs
+            self._prompt_end[joins.slots] = joins.prompt_len
+
+    def _score_prompts(self, batch: Batch, hidden: Tensor) -> list[tuple[int, int, "Scores"]]:
+        """Log-probabilities of prompt tokens, for prefill rows whose requests ask for them: (slot, first, scores)."""
+        prompts = []
+        stops = np.cumsum(batch.q_len)
+        for row in range(batch.num_decode, len(batch.slots)):
+            slot = int(batch.slots[row])
+            start = int(batch.kv_len[row] - batch.q_len[row])
+            count = min(int(batch.kv_len[row]), int(self._prompt_end[slot]) - 1) - start
+            if self._prompt_top[slot] < 0:
+                continue
+            first = int(stops[row] - batch.q_len[row])
+            for at in range(0, count, SCORED_AT_ONCE):
+                size = min(SCORED_AT_ONCE, count - at)
+                logits = self._model.logits(hidden[first + at : first + at + size])  # [size, V]
+                said = self._sampler.history(slot, start + at + 1, start + at + size + 1)
+                prompts.append((slot, start + at + 1, logprobs(logits, said, int(self._prompt_top[slot]))))
+        return prompts
+
+
+Scores = tuple[Tensor, Tensor, Tensor]
+"""Log-probabilities on the device: of n tokens [n], the ids [n, K] of the likeliest in their place, and theirs."""
+
+SCORED_AT_ONCE = 256
+NOBODY: Int32 = np.empty(0, dtype=np.int32)
+
+
+def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Scores:
+    """Log-probabilities of `tokens` [n] under logits [n, V], and the `count` likeliest."""
+    scores = logits.float().log_softmax(dim=-1)
+    top, ids = scores.topk(min(count, scores.shape[-1]), dim=-1)
+    return scores.gather(-1, tokens[:, None])[:, 0], ids, top
 
 
 class Pending:
-    """Tokens on their way from the device."""
+    """An outcome on its way from the device, as tensors on the host."""
 
-    def __init__(self, tokens: Tensor, arrived: torch.cuda.Event | None) -> None:
-        self._tokens, self._arrived = tokens, arrived
+    def __init__(
+        self,
+        tokens: Tensor,
+        reports: Int32,
+        scores: Scores | None,
+        prompts: list[tuple[int, int, Scores]],
+        arrived: torch.cuda.Event | None,
+    ) -> None:
+        self._tokens, self._reports, self._scores = tokens, reports, scores
+        self._prompts, self._arrived = prompts, arrived
 
-    def tokens(self) -> Int32:
-        """Wait until they are here: int32, one per row that samples, -1 where logits were not numbers."""
+    def wait(self) -> Outcome:
+        """Wait until it is here."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._tokens.numpy().astype(np.int32)
+        return Outcome(
+            tokens=self._tokens.numpy().astype(np.int32),
+            logprob_rows=self._reports,
+            logprobs=None if self._scores is None else _as_arrays(self._scores),
+            prompt_logprobs=tuple(PromptLogprobs(slot, at, _as_arrays(scores)) for slot, at, scores in self._prompts),
+        )
+
+
+def _as_arrays(scores: Scores) -> Logprobs:
+    chosen, ids, top = scores
+    return Logprobs(chosen.numpy(), ids.numpy().astype(np.int32), top.numpy())
 
 
 class Staging:
@@ -95,22 +158,35 @@ class Staging:
         self._buffers: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def send(self, arrays: dict[str, Int32]) -> dict[str, Tensor]:
-        """Copy int32 arrays to the device, packed into one; 64-bit ones come as pairs and must be first."""
+        """Copy int32 arrays to the device, packed into one."""
         lengths = [len(a) for a in arrays.values()]
         packed = torch.from_numpy(np.concatenate(list(arrays.values())))
         if self._device.type == "cuda":
             packed = self._pinned(packed)
         return dict(zip(arrays, packed.split(lengths), strict=True))
 
-    def receive(self, tokens: Tensor) -> Pending:
-        """Begin copying tokens to the host."""
+    def receive(
+        self, tokens: Tensor, reports: Int32, scores: Scores | None, prompts: list[tuple[int, int, Scores]]
+    ) -> Pending:
+        """Begin copying an outcome to the host."""
+        tokens = self._to_host(tokens)
+        scores = None if scores is None else self._scores_to_host(scores)
+        prompts = [(slot, at, self._scores_to_host(each)) for slot, at, each in prompts]
+        arrived = None
+        if self._device.type == "cuda":
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Pending(tokens, reports, scores, prompts, arrived)
+
+    def _scores_to_host(self, scores: Scores) -> Scores:
+        chosen, ids, top = (self._to_host(each) for each in scores)
+        return chosen, ids, top
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
         if self._device.type != "cuda":
-            return Pending(tokens, None)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return Pending(host, arrived)
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
 
     def _pinned(self, packed: Tensor) -> Tensor:
         buffer, sent = self._buffers.popleft() if len(self._buffers) > 2 else (None, torch.cuda.Event())
@@ -126,24 +202,16 @@ class Staging:
 
 
 def _host_arrays(batch: Batch) -> dict[str, Int32]:
-    """A batch and what follows from it, as int32 arrays; floats and 64-bit values by their bits."""
+    """A batch and what follows from it."""
     rows = np.repeat(np.arange(len(batch.slots), dtype=np.int32), batch.q_len)  # [T], the row of each token
     ends = np.cumsum(batch.q_len, dtype=np.int32)
-    positions = np.arange(len(rows), dtype=np.int32) + (batch.kv_len - ends)[rows]
-    joins = batch.joins
     return {
-        "seed": joins.seed.view(np.int32),
-        "join_slots": joins.slots,
-        "temperature": joins.temperature.view(np.int32),
-        "top_k": joins.top_k,
-        "top_p": joins.top_p.view(np.int32),
         "page_writes": batch.page_writes.reshape(-1),
         "slots": batch.slots,
         "kv_len": batch.kv_len,
         "token_slots": batch.slots[rows],
-        "positions": positions,
+        "positions": np.arange(len(rows), dtype=np.int32) + (batch.kv_len - ends)[rows],
         "input_ids": batch.input_ids,
         "sample_tokens": (ends - 1)[batch.samples],
-        "sample_slots": batch.slots[batch.samples],
-        "sample_positions": batch.kv_len[batch.samples],
+        "sample_rows": np.flatnonzero(batch.samples).astype(np.int32),
     }

@@ -1,137 +1,204 @@
-"""From logits to tokens: greedy or drawn, row by row, in plain torch."""
+"""From logits to tokens: penalties and biases, filters, and the draw, row by row.
+
+The order is that of the field: penalties, biases and bans, temperature, top-k, top-p, min-p, draw. Greedy rows are
+exact argmax in any batch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.batch import Int32, Joins
+from minisgl.kernels.gumbel import draw, draw_fused, lowest_argmax
 
 GREEDY_BELOW = 1e-5
 """Temperatures up to here are greedy: nothing but rounding separates them from it."""
-NOISE_RANGE = 26.0
-"""Gumbel noise as drawn here lies within (-2.9, 23.0): a token this far below the best cannot win."""
+
+
+@dataclass(frozen=True, eq=False)
+class Edits:
+    """What changes a request's logits before the draw, on the host."""
+
+    penalised: bool
+    prompt_len: int
+    min_len: int
+    stop_ids: Sequence[int]
+    bias_ids: Sequence[int]
+    bias: Sequence[float]
+    bad_words: Sequence[Sequence[int]]
 
 
 class Sampler:
-    """Holds each slot's sampling parameters, on the device for the work and on the host to choose it.
+    """Holds each slot's sampling parameters: on the device for the work, on the host to choose it."""
 
-    A draw is argmax(logits / temperature + Gumbel noise), the noise a function of (seed, position, token id)
-    alone: a seeded request gets the same tokens whatever runs beside it.
-    """
-
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, context: int, device: torch.device) -> None:
+        self._context, self._device = context, device
         self._temperature = torch.zeros(num_slots, device=device)
         self._top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._top_p = torch.ones(num_slots, device=device)
+        self._min_p = torch.zeros(num_slots, device=device)
         self._seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._penalties = torch.zeros(num_slots, 3, device=device)  # presence, frequency, repetition
         self._draws = np.zeros(num_slots, dtype=np.bool_)
         self._filters = np.zeros(num_slots, dtype=np.bool_)
+        self._has_min_p = np.zeros(num_slots, dtype=np.bool_)
+        self._keeps_history = np.zeros(num_slots, dtype=np.bool_)
+        self._edits: dict[int, Edits] = {}  # only slots that have some
+        self._history: Tensor | None = None  # [slots, context] int32, where a request needs it
 
-    def join(
-        self, joins: Joins, slots: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor
-    ) -> None:
-        """Write the rows of requests that join: `joins` on the host, the rest the same on the device, [J] each."""
+    def join(self, joins: Joins) -> None:
+        """Take in the parameters of requests that join."""
         draws = (joins.temperature > GREEDY_BELOW) & (joins.top_k != 1)
         self._draws[joins.slots] = draws
         self._filters[joins.slots] = draws & ((joins.top_k > 0) | (joins.top_p < 1))
-        self._temperature[slots] = temperature
-        self._top_k[slots] = top_k.long()
-        self._top_p[slots] = top_p
-        self._seed[slots] = seed
+        self._has_min_p[joins.slots] = draws & (joins.min_p > 0)
+        self._keeps_history[joins.slots] = joins.history.lengths > 0
+        slots = self._send(joins.slots).long()
+        self._temperature[slots] = self._send(np.where(draws, joins.temperature, 0))
+        self._top_k[slots] = self._send(joins.top_k).long()
+        self._top_p[slots] = self._send(joins.top_p)
+        self._min_p[slots] = self._send(joins.min_p)
+        self._seed[slots] = self._send(joins.seed)
+        self._penalties[slots] = self._send(np.stack([joins.presence, joins.frequency, joins.repetition], axis=1))
+        for slot, edits in zip(joins.slots.tolist(), _edits(joins), strict=True):
+            self._edits.pop(slot, None)
+            if edits.penalised or edits.min_len or edits.bias_ids or edits.bad_words:
+                self._edits[slot] = edits
+        for slot, tokens in zip(joins.slots.tolist(), joins.history.rows(), strict=True):
+            if len(tokens):
+                if self._history is None:
+                    shape = (len(self._draws), self._context)
+                    self._history = torch.zeros(shape, dtype=torch.int32, device=self._device)
+                self._history[slot, : len(tokens)] = self._send(tokens)
 
-    def sample(self, logits: Tensor, rows: Int32, slots: Tensor, positions: Tensor) -> Tensor:
-        """One token for each row of `logits` [S, V]; `rows` are their slots on the host, `slots` on the device.
+    def history(self, slot: int, start: int, stop: int) -> Tensor:
+        """Tokens of a slot that keeps them, int64."""
+        assert self._history is not None
+        return self._history[slot, start:stop].long()
 
-        `positions` [S] is the index that each token will have. Returns int64 [S]; -1 where logits are not numbers.
+    def sample(self, logits: Tensor, rows: Int32, lengths: Int32, slots: Tensor, positions: Tensor) -> Tensor:
+        """One token for each row of `logits` [S, V], of the slots `rows`, whose requests have `lengths` tokens.
+
+        `slots` and `positions` are the same two on the device, int64. Returns int64 [S]; -1 where logits are not
+        numbers.
         """
-        logits = logits.float()
-        greedy = lowest_argmax(logits)
-        if not self._draws[rows].any():
-            return greedy
+        edited = [(i, slot) for i, slot in enumerate(rows.tolist()) if slot in self._edits] if self._edits else []
+        if edited:
+            logits = self._edit(logits.float().clone(), edited, lengths)
+        tokens = lowest_argmax(logits)
+        if self._draws[rows].any():
+            tokens = self._draw(logits, tokens, rows, slots, positions)
+        if self._history is not None and (kept := np.flatnonzero(self._keeps_history[rows])).size:
+            at = self._send(kept)
+            keep = positions[at] < self._context  # a row's last token has no place, and no successor
+            self._history[slots[at][keep], positions[at][keep]] = tokens[at][keep].int()
+        return tokens
+
+    def _draw(self, logits: Tensor, greedy: Tensor, rows: Int32, slots: Tensor, positions: Tensor) -> Tensor:
         temperature = self._temperature[slots]
-        drawn = (temperature > GREEDY_BELOW) & (self._top_k[slots] != 1)
-        scale = torch.where(drawn, temperature, 1.0)[:, None]
-        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / scale  # [S, V], the best is 0
-        if self._filters[rows].any():
-            top_k = torch.where(drawn, self._top_k[slots], 0)
-            top_p = torch.where(drawn, self._top_p[slots], 1.0)
-            scaled = keep_top(scaled, top_k, top_p)
-        token = lowest_argmax(add_noise(scaled, self._seed[slots], positions))
-        return torch.where(drawn & (greedy >= 0), token, greedy)
+        drawn = (temperature > 0) & (greedy >= 0)
+        scale = torch.where(drawn, temperature, 1.0)
+        seed = self._seed[slots]
+        best = logits.amax(dim=-1)
+        filtered, has_min_p = np.flatnonzero(self._filters[rows]), self._has_min_p[rows].any()
+        if logits.is_cuda and not filtered.size and not has_min_p:
+            return torch.where(drawn, draw_fused(logits, best, scale, seed, positions), greedy)
+        scaled = (logits.float() - best.float()[:, None]) / scale[:, None]  # [S, V], the best is 0
+        if filtered.size:
+            at = self._send(filtered)
+            scaled[at] = keep_likely(scaled[at], self._top_k[slots[at]], self._top_p[slots[at]])
+        if has_min_p:
+            scaled.masked_fill_(scaled < self._min_p[slots].log()[:, None], -torch.inf)
+        return torch.where(drawn, draw(scaled, seed, positions), greedy)
+
+    def _edit(self, logits: Tensor, edited: list[tuple[int, int]], lengths: Int32) -> Tensor:
+        """Change float32 logits in place, for (row, slot) pairs."""
+        changes: list[tuple[int, int, float]] = []
+        words: list[tuple[int, int, Sequence[int]]] = []
+        for row, slot in edited:
+            edits = self._edits[slot]
+            if edits.penalised:
+                self._penalise(logits[row], slot, edits.prompt_len, int(lengths[row]))
+            changes += ((row, token, bias) for token, bias in zip(edits.bias_ids, edits.bias, strict=True))
+            if lengths[row] < edits.min_len:
+                changes += ((row, token, -np.inf) for token in edits.stop_ids)
+            words += ((row, slot, word) for word in edits.bad_words if len(word) <= lengths[row] - edits.prompt_len + 1)
+        for row, slot, word in words:
+            before = len(word) - 1
+            last = logits[row, word[-1]]
+            if before:
+                said = self.history(slot, int(lengths[row]) - before, int(lengths[row]))
+                last += torch.where((said == self._send(np.array(word[:-1]))).all(), -torch.inf, 0.0)
+            else:
+                last.fill_(-torch.inf)
+        if changes:
+            row, token, value = zip(*changes, strict=True)
+            at = (self._send(np.array(row)), self._send(np.array(token)))
+            logits.index_put_(at, self._send(np.array(value, dtype=np.float32)), accumulate=True)
+        return logits
+
+    def _penalise(self, logits: Tensor, slot: int, prompt_len: int, length: int) -> None:
+        presence, frequency, repetition = self._penalties[slot]
+        said = self.history(slot, 0, length)
+        counts = torch.bincount(said[prompt_len:], minlength=len(logits)) if length > prompt_len else 0 * logits
+        scores = logits[said]
+        logits[said] = torch.where(scores > 0, scores / repetition, scores * repetition)
+        logits -= frequency * counts + presence * (counts > 0)
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 
-def lowest_argmax(logits: Tensor) -> Tensor:
-    """The lowest id among the largest of each row of [S, V]: int64 [S], -1 where there is a NaN."""
-    vocab = logits.shape[-1]
-    ids = torch.arange(vocab, device=logits.device)
-    best = torch.where(logits == logits.amax(dim=-1, keepdim=True), ids, vocab).amin(dim=-1)
-    return torch.where(best == vocab, -1, best)
+def _edits(joins: Joins) -> Iterable[Edits]:
+    lists = (joins.stop_ids, joins.bias_ids, joins.bias, joins.bad_words)
+    penalised = (joins.presence != 0) | (joins.frequency != 0) | (joins.repetition != 1)
+    for i, (stop_ids, bias_ids, bias, bad_words) in enumerate(zip(*(r.rows() for r in lists), strict=True)):
+        yield Edits(
+            penalised=bool(penalised[i]),
+            prompt_len=int(joins.prompt_len[i]),
+            min_len=int(joins.min_len[i]) if len(stop_ids) else 0,
+            stop_ids=stop_ids.tolist(),
+            bias_ids=bias_ids.tolist(),
+            bias=bias.tolist(),
+            bad_words=list(_words(bad_words.tolist())),
+        )
 
 
-def keep_top(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set to -inf what top-k (0: off) and then top-p leave out, row by row of [S, V]; of equals the lowest ids stay.
+def _words(packed: list[int]) -> Iterable[list[int]]:
+    at = 0
+    while at < len(packed):
+        yield packed[at + 1 : at + 1 + packed[at]]
+        at += 1 + packed[at]
 
-    Top-p keeps the fewest likeliest tokens whose probability, among those that top-k left, reaches p.
+
+def keep_likely(scaled: Tensor, top_k: Tensor, top_p: Tensor, width: int = 1024) -> Tensor:
+    """Set to -inf what top-k (0: off), then top-p (1: off) leave out, row by row of [S, V].
+
+    Top-p keeps the fewest likeliest tokens whose probability, among those that top-k left, reaches p. Of equals the
+    lowest ids stay. On a CPU only the `width` likeliest are sorted where that is seen to be enough.
     """
+    if not scaled.is_cuda and width < scaled.shape[-1] and bool((top_k < width).all()):
+        ids = scaled.topk(width, dim=-1).indices.sort(dim=-1).values  # in order, so that a stable sort orders equals
+        total = torch.where(top_k > 0, -torch.inf, scaled.logsumexp(dim=-1))
+        values, order = scaled.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+        kept = _keep_sorted(values, top_k, top_p, total)
+        least = kept.masked_fill(kept == -torch.inf, torch.inf).amin(dim=-1)
+        if bool((least > values[:, -1]).all()):  # else equals of the last one kept may lie outside
+            return torch.full_like(scaled, -torch.inf).scatter_(-1, ids.gather(-1, order), kept)
     values, order = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[-1], device=scaled.device)
+    kept = _keep_sorted(values, top_k, top_p, torch.full_like(top_p, -torch.inf))
+    return torch.empty_like(scaled).scatter_(-1, order, kept)
+
+
+def _keep_sorted(values: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor) -> Tensor:
+    """The same for falling [S, W]; `total` [S] is the log of all mass, -inf where what top-k leaves has it all."""
+    rank = torch.arange(values.shape[-1], device=values.device)
     values = values.masked_fill((top_k[:, None] > 0) & (rank >= top_k[:, None]), -torch.inf)
-    mass = values.softmax(dim=-1)
+    mass = (values - torch.maximum(total, values.logsumexp(dim=-1))[:, None]).exp()
     before = mass.cumsum(dim=-1) - mass  # probability of all that is likelier
     dropped = (before >= top_p[:, None]) & (top_p[:, None] < 1)
     dropped[:, 0] = False
-    values = values.masked_fill(dropped, -torch.inf)
-    return torch.empty_like(scaled).scatter_(-1, order, values)
-
-
-def add_noise(scaled: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
-    """Add Gumbel noise to [S, V], whose rows' best is 0; on a CPU, where few tokens can still win, to these alone."""
-    if not scaled.is_cuda:
-        rows, ids = (scaled > -NOISE_RANGE).nonzero(as_tuple=True)
-        if len(ids) < scaled.numel() // 8:
-            noisy = torch.full_like(scaled, -torch.inf)
-            noisy[rows, ids] = scaled[rows, ids] + noise_at(seed[rows], positions[rows], ids)
-            return noisy
-    return scaled + noise(seed, positions, scaled.shape[-1])
-
-
-def noise(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise for every token: float32 [S, V] for int64 [S] seeds and positions.
-
-    Philox4x32-10 with the seed as key and (token, position) as counter. Tokens go in tiles of 4,096: the four words
-    of one counter serve tokens 1,024 apart.
-    """
-    tiles, lanes = -(-vocab // 4096), min(vocab, 1024)
-    counters = torch.arange(tiles, device=seed.device)[:, None] * 1024 + torch.arange(lanes, device=seed.device)
-    words = philox(seed[:, None], counters.flatten(), positions[:, None])  # 4 of [S, tiles * lanes]
-    bits = torch.stack([w.unflatten(-1, (tiles, lanes)) for w in words], dim=2)  # [S, tiles, 4, lanes]
-    return to_gumbel(bits.flatten(1)[:, :vocab])
-
-
-def noise_at(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """The same noise for single tokens: three int64 [n] to float32 [n]."""
-    words = torch.stack(philox(seed, tokens // 4096 * 1024 + tokens % 1024, positions))  # [4, n]
-    return to_gumbel(words.gather(0, (tokens % 4096 // 1024)[None])[0])
-
-
-def to_gumbel(bits: Tensor) -> Tensor:
-    """Uniform 32-bit integers to standard Gumbel noise, float32; fine-grained where noise is large."""
-    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
-    return -(-torch.log1p(-uniform)).log()
-
-
-def philox(key: Tensor, counter0: Tensor, counter1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of Philox4x32-10, each uniform in [0, 2**32) as int64: a 64-bit key, a counter of two words.
-
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
-    """
-    mask = 0xFFFFFFFF
-    k0, k1 = key & mask, (key >> 32) & mask
-    c0, c1 = torch.broadcast_tensors(counter0 & mask, counter1 & mask)
-    c2 = c3 = torch.zeros_like(c0)
-    for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        high0, high1 = (p0 >> 32) & mask, (p1 >> 32) & mask
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, p1 & mask, high0 ^ c3 ^ k1, p0 & mask
-        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    return c0, c1, c2, c3
+    return values.masked_fill(dropped, -torch.inf)

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.batch import Batch
+from minisgl.batch import Batch, Logprobs, Outcome, PromptLogprobs
 from minisgl.cache.pages import PagePool
 from minisgl.cache.radix import NoCache, Node, RadixCache
 from minisgl.config import CacheKind, SchedulePolicy
@@ -37,13 +37,19 @@ class PrefixCache(Protocol):
     def check(self, holders: Iterable[Node]) -> Int32: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Committed:
-    """What a step brought: one token for each of n running requests, and the requests that ended."""
+    """What a step brought: one token for each of n running requests, and the requests that ended.
+
+    Log-probabilities come for those that asked for them, by the requests' keys.
+    """
 
     keys: NDArray[np.int64]  # [n] the requests' keys
     tokens: Int32  # [n]
     ended: list[Request]
+    logprob_keys: NDArray[np.int64]  # [m]
+    logprobs: Logprobs | None  # of these requests' tokens
+    prompt_logprobs: list[tuple[int, PromptLogprobs]]
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ class Scheduler:
     # Requests
 
     def add(self, request: Request) -> None:
-        """Queue a request. It must fit the context: `request.room_for` is the check for users."""
+        """Queue a request; its followers come after it. They must fit the context, see `request.room_for`."""
         assert len(request.prompt) >= 1 and request.max_tokens >= 1
         assert len(request.prompt) + request.max_tokens <= self.context
         self.queue.push(request)
@@ -135,6 +141,7 @@ class Scheduler:
             return
         request.finish_reason = reason
         self._ended.append(request)
+        self._release_followers(request)
         slot = request.slot
         if slot < 0:
             self.queue.remove(request)
@@ -172,10 +179,13 @@ class Scheduler:
         self._steps += 1
         for slot in batch.slots[batch.num_decode :].tolist():
             self._to_tree(slot, int(self.slots.kv[slot]) // self.page_size)
+            request = self.slots.request[slot]
+            if request is not None and self.slots.decoding[slot]:
+                self._release_followers(request)
 
-    def commit(self, tokens: Int32) -> Committed:
-        """Take in the oldest launched batch: one token per row that samples; -1 where the model gave no number."""
-        batch = self.in_flight.popleft()
+    def commit(self, outcome: Outcome) -> Committed:
+        """Take in what the oldest launched batch brought."""
+        batch, tokens = self.in_flight.popleft(), outcome.tokens
         slots = self.slots
         slots.in_flight[batch.slots] -= 1
         rows = batch.slots[batch.samples]
@@ -184,6 +194,10 @@ class Scheduler:
             for slot in rows[fits & (tokens < 0)].tolist():
                 self._end(slot, "error")
             fits &= tokens >= 0
+        reported = outcome.logprob_rows[fits[outcome.logprob_rows]]
+        logprob_keys = slots.key[rows[reported]]
+        logprobs = outcome.logprobs and outcome.logprobs.take(fits[outcome.logprob_rows])
+        prompts = [(int(slots.key[p.slot]), p) for p in outcome.prompt_logprobs if slots.active[p.slot]]
         rows, tokens = rows[fits], tokens[fits]
         keys = slots.key[rows]
         at = slots.known[rows]
@@ -195,7 +209,7 @@ class Scheduler:
         held = batch.slots
         for slot in held[slots.held[held] & ~slots.active[held] & (slots.in_flight[held] == 0)].tolist():
             self._release(slot)
-        return Committed(keys, tokens, self.take_ended())
+        return Committed(keys, tokens, self.take_ended(), logprob_keys, logprobs, prompts)
 
     def take_ended(self) -> list[Request]:
         """Requests that ended since the last call."""
@@ -204,8 +218,8 @@ class Scheduler:
 
     def fail_all(self) -> None:
         """End every request with `error` and start over with empty tables: the device's state is not known."""
-        held = [r for r in self.slots.request if r is not None]
-        for request in [*self.queue.requests(), *held]:
+        known = [*self.queue.requests(), *(r for r in self.slots.request if r is not None)]
+        for request in [*known, *(follower for r in known for follower in r.followers)]:
             if request.finish_reason is None:
                 if request.slot >= 0:
                     request.output = self.slots.output(request.slot)
@@ -213,6 +227,13 @@ class Scheduler:
                 self._ended.append(request)
             request.slot = -1
         self._start_over()
+
+    def _release_followers(self, request: Request) -> None:
+        """Queue the requests that waited for this one's prompt to be in the prefix cache."""
+        for follower in request.followers:
+            if follower.finish_reason is None:
+                self.queue.push(follower)
+        request.followers = []
 
     # Decode rows
 
@@ -270,7 +291,8 @@ class Scheduler:
     def _admit(self, request: Request) -> int | None:
         """Give a request a slot and pages for all its known tokens, if they and what will be needed soon fit."""
         known = request.known
-        node, cached = self.cache.match(known[:-1])  # at least one token must be computed
+        # At least one token must be computed; all of them, where the prompt is to be scored.
+        node, cached = self.cache.match(known[:-1] if request.sampling.prompt_logprobs is None else NO_TOKENS)
         self.cache.lock(node)
         need = -(-len(known) // self.page_size) - len(cached)
         wanted = need

@@ -1,9 +1,11 @@
 """Slots: the running requests as arrays, one row each, so that a step costs numpy calls and not Python per request."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.batch import Joins
+from minisgl.batch import Float32, Joins, Ragged
 from minisgl.cache.radix import Node
 from minisgl.request import Int32, Request
 
@@ -97,15 +99,36 @@ class Slots:
         return writes
 
     def joins(self, slots: list[int]) -> Joins:
-        """The sampling rows of requests that join."""
+        """How the requests that join are sampled."""
         requests = [r for r in (self.request[s] for s in slots) if r is not None]
-        sampling = [r.sampling for r in requests]
+        params = [r.sampling for r in requests]
+        prompt_len = np.array([len(r.prompt) for r in requests], dtype=np.int32)
+
+        def floats(name: str) -> Float32:
+            return np.array([getattr(p, name) for p in params], dtype=np.float32)
+
+        def count(name: str) -> Int32:
+            return np.array([-1 if (k := getattr(p, name)) is None else k for p in params], dtype=np.int32)
+
         return Joins(
             slots=np.array(slots, dtype=np.int32),
-            temperature=np.array([s.temperature for s in sampling], dtype=np.float32),
-            top_k=np.array([max(0, s.top_k or 0) for s in sampling], dtype=np.int32),
-            top_p=np.array([s.top_p for s in sampling], dtype=np.float32),
+            temperature=floats("temperature"),
+            top_k=np.maximum(count("top_k"), 0),
+            top_p=floats("top_p"),
+            min_p=floats("min_p"),
             seed=np.array([r.seed for r in requests], dtype=np.int64),
+            presence=floats("presence_penalty"),
+            frequency=floats("frequency_penalty"),
+            repetition=floats("repetition_penalty"),
+            prompt_len=prompt_len,
+            min_len=prompt_len + count("min_tokens"),
+            logprobs=count("logprobs"),
+            prompt_logprobs=count("prompt_logprobs"),
+            history=_ragged([self.tokens[r.slot, : self.known[r.slot]] if r.needs_history else () for r in requests]),
+            stop_ids=_ragged([r.stop_ids if p.min_tokens else () for r, p in zip(requests, params, strict=True)]),
+            bias_ids=_ragged([list(p.logit_bias or ()) for p in params]),
+            bias=_ragged([list((p.logit_bias or {}).values()) for p in params], np.float32),
+            bad_words=_ragged([[t for word in r.bad_words for t in (len(word), *word)] for r in requests]),
         )
 
     def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
@@ -115,3 +138,8 @@ class Slots:
             self.stop_ids = wider
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(ids)] = ids
+
+
+def _ragged(rows: list[Sequence[float]], dtype: type[np.generic] = np.int32) -> Ragged:
+    lengths = np.array([len(row) for row in rows], dtype=np.int32)
+    return Ragged(np.concatenate([np.empty(0, dtype), *rows]).astype(dtype), lengths)

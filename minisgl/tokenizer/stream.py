@@ -30,7 +30,8 @@ class StreamDecoder:
 
     `prompt_tail`, the prompt's last tokens, makes the text go on from the prompt's: sentencepiece drops the space
     before the first word of a text, but an answer's first word is not that. The EOS or stop token that ended the
-    answer is not to be pushed, since its text is not shown. A token id unknown to the tokenizer has no text.
+    answer is not to be pushed, since its text is not shown. A token id unknown to the tokenizer has no text. Within
+    the first `min_tokens` tokens nothing is a stop string.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class StreamDecoder:
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
         prompt_tail: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         if isinstance(stop, str) or not all(stop):
             raise ValueError(f"stop must be a list of non-empty strings, got {stop!r}")
@@ -46,7 +48,7 @@ class StreamDecoder:
         """The stop string that ended the answer."""
         self.num_tokens_kept = 0
         """How many of the tokens pushed belong to the answer."""
-        self._stop = tuple(stop)
+        self._stop, self._min_tokens = tuple(stop), min_tokens
         self._stop_begins = re.compile("|".join(re.escape(text[0]) for text in stop)).search
         self._held = ""  # what could become a stop string: never sent yet, and no stop string in it
         self._silent = tokenizer.detokenizer.special if skip_special_tokens else frozenset()
@@ -65,7 +67,7 @@ class StreamDecoder:
             self.num_tokens_kept += 1
             if token not in self._silent:
                 text = self._text.feed(token)
-                sent += self._until_stop(text) if self._stop else text
+                sent += self._until_stop(text) if self._stop and self.num_tokens_kept > self._min_tokens else text
         return sent
 
     def finish(self) -> str:

@@ -2,8 +2,10 @@
 
 import numpy as np
 
+from minisgl.batch import Outcome
 from minisgl.config import SamplingParams
 from minisgl.engine import Engine
+from minisgl.generation import NEUTRAL
 from minisgl.request import Request
 from minisgl.scheduler import Scheduler
 
@@ -28,10 +30,10 @@ def expected(prompt, max_tokens, stop_ids=()) -> list[int]:
 
 class Done:
     def __init__(self, tokens):
-        self._tokens = np.array(tokens, dtype=np.int32)
+        self.tokens = np.array(tokens, dtype=np.int32)
 
-    def tokens(self):
-        return self._tokens
+    def wait(self):
+        return Outcome(self.tokens)
 
 
 class FakeRunner:
@@ -68,7 +70,7 @@ class FakeRunner:
 
 
 def make_request(key, prompt, max_tokens, stop_ids=(), priority=0, arrival_s=0.0) -> Request:
-    sampling = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, ignore_eos=False, priority=priority)
+    sampling = SamplingParams(priority=priority).with_defaults(NEUTRAL)
     return Request(
         key=key,
         prompt=np.array(prompt, dtype=np.int32),

@@ -249,7 +249,7 @@ def test_a_row_without_a_number_ends_with_an_error_and_the_others_go_on():
 
     def broken(batch):
         result = launch(batch)
-        result._tokens[batch.slots[batch.samples] == 0] = -1
+        result.tokens[batch.slots[batch.samples] == 0] = -1
         return result
 
     engine.runner.launch = broken

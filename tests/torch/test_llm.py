@@ -173,7 +173,7 @@ def test_prompts_around_the_context_limit(tiny_model, limits, caplog):
         ([[1.5]], None, "must be text or token ids"),
         (["text"], None, "needs a tokenizer"),
         ([[5]], SamplingParams(stop="x"), "needs a tokenizer"),
-        ([[5]], SamplingParams(stop_token_ids=[320]), "stop_token_ids: 320"),
+        ([[5]], SamplingParams(stop_token_ids=[320]), "stop_token_ids: token id 320"),
         ([[5], [6]], [SamplingParams()], "2 prompts and 1 sampling_params"),
     ],
 )

@@ -4,36 +4,47 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.batch import Joins
-from minisgl.runtime.sampler import Sampler, add_noise, keep_top, lowest_argmax, noise, noise_at, philox
+from minisgl.config import SamplingParams
+from minisgl.generation import NEUTRAL
+from minisgl.kernels.gumbel import draw, lowest_argmax, noise, noise_at, philox
+from minisgl.request import Request
+from minisgl.runtime.sampler import Sampler, keep_likely
+from minisgl.scheduler.slots import Slots
 
 
-def sampler(*rows):
-    """A sampler whose slot i has the parameters (temperature, top_k, top_p, seed) of row i."""
-    made = Sampler(len(rows), torch.device("cpu"))
-    temperature, top_k, top_p, seed = zip(*rows, strict=True)
-    joins = Joins(
-        slots=np.arange(len(rows), dtype=np.int32),
-        temperature=np.array(temperature, dtype=np.float32),
-        top_k=np.array(top_k, dtype=np.int32),
-        top_p=np.array(top_p, dtype=np.float32),
-        seed=np.array(seed, dtype=np.int64),
-    )
-    made.join(
-        joins,
-        slots=torch.from_numpy(joins.slots).long(),
-        temperature=torch.from_numpy(joins.temperature),
-        top_k=torch.from_numpy(joins.top_k),
-        top_p=torch.from_numpy(joins.top_p),
-        seed=torch.from_numpy(joins.seed),
-    )
+def sampler(*rows, prompt=(0,), output=(), bad_words=(), stop_ids=(), context=64):
+    """A sampler whose slot i has the sampling parameters of row i, after `prompt` and `output`."""
+    slots = Slots(len(rows), context, page_size=16)
+    for key, row in enumerate(rows):
+        params = SamplingParams(**row).with_defaults(NEUTRAL)
+        request = Request(
+            key=key,
+            prompt=np.array(prompt, dtype=np.int32),
+            max_tokens=9,
+            sampling=params,
+            stop_ids=stop_ids,
+            bad_words=bad_words,
+            seed=params.seed or 0,
+            arrival_s=0.0,
+            output=np.array(output, dtype=np.int32),
+        )
+        slots._free = [key]
+        slots.join(request, None, np.empty(0, np.int32), np.zeros(4, np.int32))
+    made = Sampler(len(rows), context, torch.device("cpu"))
+    made.join(slots.joins(list(range(len(rows)))))
     return made
 
 
 def sample(made, logits, slots=None, positions=None):
     slots = np.arange(len(logits), dtype=np.int32) if slots is None else np.array(slots, dtype=np.int32)
-    at = torch.arange(len(logits)) if positions is None else torch.tensor(positions)
-    return made.sample(logits, slots, torch.from_numpy(slots).long(), at).tolist()
+    at = np.arange(1, len(logits) + 1) if positions is None else np.array(positions)
+    return made.sample(
+        logits, slots, at.astype(np.int32), torch.from_numpy(slots).long(), torch.from_numpy(at)
+    ).tolist()
+
+
+def greedy(made, logits, length):
+    return sample(made, logits[None].clone(), positions=[length])[0]
 
 
 @pytest.mark.parametrize(
@@ -78,15 +89,15 @@ def test_a_tokens_noise_is_the_same_however_it_is_computed():
         assert torch.equal(noise(seed, at, vocab).flatten(), noise_at(seed[rows], at[rows], ids))
     few = torch.full((2, 10_000), -torch.inf)
     few[:, [0, 4095, 9999]] = torch.tensor([0.0, -1.0, -25.0])
-    assert torch.equal(add_noise(few, seed, at), few + noise(seed, at, 10_000))
+    assert torch.equal(draw(few, seed, at), lowest_argmax(few + noise(seed, at, 10_000)))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8), (6, 0.7)])
 def test_draws_over_many_seeds_follow_the_distribution(temperature, top_k, top_p):
     logits = torch.linspace(-2, 2, 12)[torch.randperm(12, generator=torch.Generator().manual_seed(1))]
-    count = 20_000
-    made = sampler(*[(temperature, top_k, top_p, seed) for seed in range(count)])
+    count = 6000
+    made = sampler(*[{"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": i} for i in range(count)])
     drawn = sample(made, logits.expand(count, -1), positions=[7] * count)
     p = (logits / temperature).softmax(0).double()
     order = p.argsort(descending=True)
@@ -106,8 +117,8 @@ def test_draws_over_many_seeds_follow_the_distribution(temperature, top_k, top_p
 
 def test_successive_positions_of_one_seed_are_independent_draws():
     logits = torch.zeros(4).expand(20_000, -1)
-    made = sampler(*[(1.0, 0, 1.0, 42)] * 20_000)
-    drawn = torch.tensor(sample(made, logits, positions=list(range(20_000))))
+    made = sampler({"seed": 42})
+    drawn = torch.tensor(sample(made, logits, slots=[0] * 20_000, positions=list(range(20_000))))
     pairs = torch.bincount(drawn[:-1] * 4 + drawn[1:], minlength=16).double()
     assert ((pairs - 1250) ** 2 / 1250).sum() < 15 + 5 * math.sqrt(30)
 
@@ -115,17 +126,21 @@ def test_successive_positions_of_one_seed_are_independent_draws():
 def test_each_row_of_a_mixed_batch_equals_its_solo_run():
     torch.manual_seed(0)
     rows = [
-        (0.0, 0, 1.0, 1),
-        (1e-6, 0, 1.0, 1),
-        (0.7, 0, 1.0, 5),
-        (1.0, 20, 1.0, 6),
-        (1.3, 0, 0.6, 7),
-        (1.0, 1, 1.0, 8),
+        {"temperature": 0},
+        {"temperature": 1e-6, "seed": 1},
+        {"temperature": 0.7, "seed": 5},
+        {"top_k": 20, "seed": 6},
+        {"temperature": 1.3, "top_p": 0.6, "seed": 7},
+        {"top_k": 1, "seed": 8},
+        {"min_p": 0.2, "seed": 9},
+        {"temperature": 0, "repetition_penalty": 1.3},
+        {"temperature": 0.9, "presence_penalty": 1.0, "frequency_penalty": 0.3, "seed": 3},
+        {"temperature": 0.9, "logit_bias": {4: 3.0, 9: -100}, "top_k": 7, "seed": 3},
     ]
     logits = torch.randn(len(rows), 5000) * 3
-    together = sample(sampler(*rows), logits)
+    together = sample(sampler(*rows), logits.clone())
     for i, row in enumerate(rows):
-        assert sample(sampler(row), logits[i : i + 1], positions=[i]) == [together[i]]
+        assert sample(sampler(row), logits[i : i + 1], positions=[i + 1]) == [together[i]]
     greedy = logits.argmax(-1).tolist()
     assert [together[i] for i in (0, 1, 5)] == [greedy[i] for i in (0, 1, 5)]
 
@@ -133,20 +148,22 @@ def test_each_row_of_a_mixed_batch_equals_its_solo_run():
 def test_masked_logits_bring_no_nan_into_any_row():
     logits = torch.full((3, 100), -torch.inf)
     logits[:, 7] = 3.0
-    assert sample(sampler((0.0, 0, 1.0, 1), (0.7, 0, 1.0, 2), (0.7, 5, 0.5, 3)), logits) == [7, 7, 7]
+    rows = [{"temperature": 0}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5, "top_p": 0.5, "min_p": 0.1}]
+    assert sample(sampler(*rows), logits) == [7, 7, 7]
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-5, 1e-6, 1e-30])
 def test_tiny_temperatures_are_greedy_and_finite(temperature):
     torch.manual_seed(0)
     logits = torch.randn(8, 1000) * 50
-    assert sample(sampler(*[(temperature, 0, 0.9, i) for i in range(8)]), logits) == logits.argmax(-1).tolist()
+    rows = [{"temperature": temperature, "top_p": 0.9, "seed": i} for i in range(8)]
+    assert sample(sampler(*rows), logits) == logits.argmax(-1).tolist()
 
 
 def test_of_equal_logits_the_lowest_id_wins_on_every_path():
     logits = torch.zeros(4, 70_000)
     logits[:, [123, 4567, 69_999]] = 2.0
-    rows = [(0.0, 0, 1.0, 1), (1.0, 1, 1.0, 2), (1e-7, 0, 1.0, 3), (0.5, 1, 0.1, 4)]
+    rows = [{"temperature": 0}, {"top_k": 1}, {"temperature": 1e-7}, {"temperature": 0.5, "top_k": 1, "top_p": 0.1}]
     assert sample(sampler(*rows), logits) == [123] * 4
     assert lowest_argmax(logits.bfloat16()).tolist() == [123] * 4
 
@@ -155,11 +172,91 @@ def test_a_row_with_a_nan_is_told_apart_and_the_others_are_not_touched():
     logits = torch.zeros(3, 50)
     logits[:, 9] = 1.0
     logits[1, 3] = torch.nan
-    assert sample(sampler((0.0, 0, 1.0, 1), (1.0, 0, 0.9, 2), (0.0, 0, 1.0, 3)), logits) == [9, -1, 9]
+    assert sample(sampler({"temperature": 0}, {"top_p": 0.9}, {"temperature": 0}), logits) == [9, -1, 9]
 
 
 def test_top_p_keeps_the_token_that_crosses_p_and_at_least_one():
     scaled = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    for p, kept in [(0.4, 1), (0.5, 1), (0.51, 2), (0.8, 2), (0.9, 3), (1e-9, 1), (1.0, 4)]:
-        filtered = keep_top(scaled, torch.tensor([0]), torch.tensor([p]))
+    for p, kept in [(0.4, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.9, 3), (1e-9, 1), (1.0, 4)]:
+        filtered = keep_likely(scaled, torch.tensor([0]), torch.tensor([p]))
         assert int((filtered > -torch.inf).sum()) == kept, p
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_sorting_only_the_likeliest_keeps_what_sorting_all_keeps(seed):
+    rng = torch.Generator().manual_seed(seed)
+    scaled = torch.randn(6, 500, generator=rng) * [0.01, 1, 5][seed % 3]
+    if seed % 2:
+        scaled = scaled.round()  # many equals, also across the border of what is sorted
+    scaled -= scaled.amax(-1, keepdim=True)
+    top_k = torch.tensor([0, 1, 5, 40, 63, 0])
+    top_p = torch.tensor([0.9, 1.0, 0.5, 0.99, 1.0, 1e-6])
+    whole = keep_likely(scaled, top_k, top_p, width=500)
+    part = keep_likely(scaled, top_k, top_p, width=64)
+    assert torch.equal(whole > -torch.inf, part > -torch.inf)
+    assert torch.equal(whole, part)
+
+
+def test_top_k_above_the_vocabulary_is_all_of_it():
+    scaled = torch.randn(1, 30)
+    assert torch.equal(keep_likely(scaled, torch.tensor([10**9]), torch.tensor([1.0])), scaled)
+
+
+def test_penalties_act_on_what_was_said():
+    logits = torch.tensor([2.0, 1.9, 1.8, -1.0, 0.5])
+    said = {"prompt": (0, 3), "output": (1, 1, 2)}
+    assert greedy(sampler({"temperature": 0}, **said), logits, 5) == 0
+    assert greedy(sampler({"temperature": 0, "repetition_penalty": 5.0}, **said), logits, 5) == 4
+    assert greedy(sampler({"temperature": 0, "presence_penalty": 0.2}, **said), logits, 5) == 0  # the prompt is free
+    biased = logits + torch.tensor([-2.0, 0, 0, 0, 0])
+    assert greedy(sampler({"temperature": 0, "presence_penalty": 0.2}, **said), biased, 5) == 1
+    assert greedy(sampler({"temperature": 0, "frequency_penalty": 0.2}, **said), biased, 5) == 2
+    assert greedy(sampler({"temperature": 0, "frequency_penalty": -1.0}, **said), logits, 5) == 1
+
+
+def test_a_drawn_token_counts_for_the_next_draw():
+    made = sampler({"temperature": 0, "presence_penalty": 2.0})
+    logits = torch.tensor([3.0, 2.5, 2.0, 1.9])
+    assert [greedy(made, logits, length) for length in (1, 2, 3, 4)] == [0, 1, 2, 3]
+
+
+def test_a_bias_is_added_and_minus_100_forbids():
+    logits = torch.tensor([3.0, 2.5, 2.0, 1.9])
+    assert greedy(sampler({"temperature": 0, "logit_bias": {2: 2.0}}), logits, 1) == 2
+    assert greedy(sampler({"temperature": 0, "logit_bias": {0: -100, 1: -100}}), logits, 1) == 2
+
+
+def test_stop_tokens_are_not_drawn_before_min_tokens():
+    made = sampler({"temperature": 0, "min_tokens": 2}, prompt=(5, 6, 7), stop_ids=(0, 1))
+    logits = torch.tensor([3.0, 2.5, 2.0, 1.9])
+    assert [greedy(made, logits, length) for length in (3, 4, 5)] == [2, 2, 0]
+
+
+def test_bad_words_are_forbidden_where_they_would_be_completed_within_the_answer():
+    made = sampler({"temperature": 0}, prompt=(1, 2), bad_words=((3,), (1, 2), (0, 0, 0)))
+    logits = torch.tensor([1.0, 0.5, 0.9, 2.0])
+    assert greedy(made, logits, 2) == 0, "a word of one token is never said"
+    assert greedy(made, torch.tensor([0.0, 1.0, 2.0, 0.0]), 2) == 2, "the prompt's 1 does not begin an answer's word"
+    made = sampler({"temperature": 0}, prompt=(9,), output=(1,), bad_words=((1, 2), (0, 0, 0)))
+    assert greedy(made, torch.tensor([0.5, 1.0, 2.0, 0.0]), 2) == 1
+    made = sampler({"temperature": 0}, prompt=(9,), bad_words=((0, 0, 0),))
+    assert [greedy(made, torch.tensor([2.0, 1.0]), length) for length in (1, 2, 3, 4)] == [0, 0, 1, 0]
+
+
+def test_min_p_leaves_out_what_is_unlikely_beside_the_best():
+    probabilities = torch.tensor([0.5, 0.26, 0.24])
+    made = sampler(*[{"min_p": 0.5, "seed": i} for i in range(300)])
+    assert set(sample(made, probabilities.log().expand(300, -1), positions=[3] * 300)) == {0, 1}
+
+
+def test_a_slot_that_is_used_again_has_nothing_of_its_last_request():
+    made = sampler({"temperature": 0, "logit_bias": {2: 50}, "presence_penalty": 2.0}, bad_words=((0,),))
+    logits = torch.tensor([3.0, 2.5, 2.0])
+    assert greedy(made, logits, 1) == 2
+    slots = Slots(1, 64, 16)
+    params = SamplingParams(temperature=0).with_defaults(NEUTRAL)
+    prompt = np.zeros(1, np.int32)
+    request = Request(key=0, prompt=prompt, max_tokens=9, sampling=params, stop_ids=(), seed=0, arrival_s=0.0)
+    slots.join(request, None, np.empty(0, np.int32), np.zeros(1, np.int32))
+    made.join(slots.joins([0]))
+    assert [greedy(made, logits, length) for length in (1, 2)] == [0, 0]
