@@ -1,6 +1,7 @@
 """Batch: one step of the engine as host arrays, complete when built; Outcome: what it brings."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +14,10 @@ Float32 = NDArray[np.float32]
 class Ragged:
     """Lists of different lengths, one after the other."""
 
-    values: NDArray[np.generic]
+    values: NDArray[Any]
     lengths: Int32
 
-    def rows(self) -> list[NDArray[np.generic]]:
+    def rows(self) -> list[NDArray[Any]]:
         """The lists as views."""
         return np.split(self.values, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
 
@@ -77,7 +78,7 @@ class Logprobs:
     top_ids: Int32  # [n, K], likeliest first
     top: Float32  # [n, K]
 
-    def take(self, rows: NDArray[np.generic]) -> "Logprobs":
+    def take(self, rows: NDArray[np.bool_]) -> "Logprobs":
         """Some of the n tokens."""
         return Logprobs(self.chosen[rows], self.top_ids[rows], self.top[rows])
 

@@ -153,6 +153,10 @@ class LLM:
         prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
 
+    def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> None:
+        """Raise the ValueError that `generate` would raise for a prompt, and do nothing else."""
+        self._front.generation(prompt, sampling_params or SamplingParams(), key=0, seed=0, stream=False)
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Piece]:
         """Answer one prompt piece by piece; leaving the loop aborts the request.
 

@@ -44,7 +44,7 @@ def draw_fused(logits: Tensor, best: Tensor, temperature: Tensor, seed: Tensor, 
     `temperature` is float32 [S] and positive. Returns int64 [S].
     """
     rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, 4096)
+    tiles = -(-vocab // 4096)
     value = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
     token = torch.empty(rows, tiles, dtype=torch.int64, device=logits.device)
     _draw_kernel[(rows, tiles)](logits, logits.stride(0), best, temperature, seed, positions, value, token, vocab)

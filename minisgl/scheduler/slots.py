@@ -140,6 +140,6 @@ class Slots:
         self.stop_ids[slot, : len(ids)] = ids
 
 
-def _ragged(rows: list[Sequence[float]], dtype: type[np.generic] = np.int32) -> Ragged:
+def _ragged(rows: Sequence[Sequence[float] | Int32], dtype: type[np.generic] = np.int32) -> Ragged:
     lengths = np.array([len(row) for row in rows], dtype=np.int32)
     return Ragged(np.concatenate([np.empty(0, dtype), *rows]).astype(dtype), lengths)
