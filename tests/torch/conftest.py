@@ -1,6 +1,7 @@
 """Tiny random checkpoints, and steps for the model and the attention backend without an engine."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from minisgl.attention.base import Step
 from minisgl.batch import Batch, Joins
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before a kernel's module is imported
 
 Row = tuple[int, Sequence[int], int]
 

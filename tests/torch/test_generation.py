@@ -226,11 +226,10 @@ def test_chat_answers_one_conversation_or_many(llm):
     one = [{"role": "user", "content": "hi"}]
     two = [*one, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go"}]
     single = llm.chat(one, params())
-    both = llm.chat([one, two], params())
-    assert len(single) == 1 and [o.outputs[0].token_ids for o in both][0] == single[0].outputs[0].token_ids
-    assert (
-        llm.detokenize(both[1].prompt_token_ids, skip_special_tokens=False) == "<s>user\nhi<s>assistant\nyes<s>user\ngo"
-    )
+    first, second = llm.chat([one, two], params())
+    assert len(single) == 1 and first.outputs[0].token_ids == single[0].outputs[0].token_ids
+    prompt = llm.detokenize(second.prompt_token_ids, skip_special_tokens=False)
+    assert prompt == "<s>user\nhi<s>assistant\nyes<s>user\ngo"
 
 
 def test_text_and_tokens_are_each_others_inverse(llm):
