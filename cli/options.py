@@ -38,9 +38,10 @@ class Option:
     """A dataclass field as the command line sees it."""
 
     name: str
-    kind: type  # bool, int, float or str; of a repeatable one, of each value
+    kind: type  # bool, int, float or str; of a repeatable one and of a map, of each value
     choices: tuple[str, ...]
     repeatable: bool
+    key: type | None  # of a map: the type of its keys; it is written as one JSON object
     default: Any
     doc: str
     panel: str
@@ -84,9 +85,19 @@ class Option:
         if self.kind is bool:
             return TRUTH.get(text.lower(), text)
         try:
-            return self.kind(text)
+            return self.kind(text) if self.key is None else self.map(json.loads(text))
         except ValueError:
             return text
+
+    def map(self, value: Any) -> Any:
+        """A map with its keys, which JSON and TOML write as text, in their own type; what is none stays as it is."""
+        assert self.key is not None
+        if not isinstance(value, dict):
+            return value
+        try:
+            return {self.key(text): each for text, each in value.items()}
+        except ValueError:
+            return value
 
 
 def command(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -125,13 +136,14 @@ def _options(group: Any) -> Iterator[Option]:
         hint, *notes = get_args(field.type)
         kinds = [kind for kind in alternatives(hint) if kind is not NoneType]
         elements = [get_args(kind)[0] for kind in kinds if get_origin(kind) is Sequence]
-        kind = (elements or kinds)[0]
+        key, kind = get_args(kinds[0]) if get_origin(kinds[0]) is Mapping else (None, (elements or kinds)[0])
         is_choice = get_origin(kind) is Literal
         yield Option(
             name=field.name,
             kind=str if is_choice else kind,
             choices=get_args(kind) if is_choice else (),
             repeatable=bool(elements),
+            key=key,
             default=field.default,
             doc=next(note.documentation for note in notes if isinstance(note, Doc)),
             panel=panel,
@@ -148,6 +160,8 @@ def _word(value: Any) -> str:
 
 def _parameters(option: Option) -> Iterator[inspect.Parameter]:
     metavar = "CHOICE" if option.choices else {int: "INTEGER", float: "NUMBER"}.get(option.kind, "TEXT")
+    if option.key is not None:
+        metavar = "JSON"
     for flag in (*option.valued, *option.constants):
         info = typer.Option(
             flag,
@@ -167,7 +181,8 @@ def _parameter(flag: str, kind: Any, info: Any) -> inspect.Parameter:
 
 
 def _identifier(flag: str) -> str:
-    return flag[2:].replace("-", "_")
+    """`--max-tokens` is the parameter max_tokens; `-n` is _n, beside the n of `--n`."""
+    return flag.removeprefix("--").replace("-", "_")
 
 
 _CONFIG = _parameter(
@@ -244,7 +259,7 @@ def _from_file(paths: Sequence[Path] | None, options: Mapping[str, Option]) -> d
     except ValueError as error:  # not TOML, or not UTF-8
         raise typer.BadParameter(f"{path} is not TOML: {error}", param_hint="--config") from error
     settings = {}
-    for key, value in _leaves(table):
+    for key, value in _leaves(table, options):
         if key not in options:
             near = get_close_matches(key.replace("-", "_"), options, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -255,10 +270,13 @@ def _from_file(paths: Sequence[Path] | None, options: Mapping[str, Option]) -> d
     return settings
 
 
-def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _leaves(table: Mapping[str, Any], options: Mapping[str, Option]) -> Iterator[tuple[str, Any]]:
+    """The keys that are options; a table only groups, unless an option that is a map has its name."""
     for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _leaves(value)
+        if key in options and options[key].key is not None:
+            yield key, options[key].map(value)
+        elif isinstance(value, dict):
+            yield from _leaves(value, options)
         else:
             yield key, value
 

@@ -1,10 +1,14 @@
-"""`minisgl run`: answer the prompts of the command line."""
+"""`minisgl run`: answer the prompts of the command line, of stdin or of a file."""
 
+import dataclasses
+import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,44 +17,97 @@ from rich.console import Console
 
 from minisgl.config import EngineConfig, SamplingParams, check_types
 
-from .terminal import LogConfig, progress, start_logging
+from .batch import answer_file
+from .terminal import LogConfig, Meter, progress, start_logging
 
 if TYPE_CHECKING:
-    from minisgl.llm import LLM, RequestOutput
+    from minisgl.llm import LLM
+    from minisgl.results import Completion, RequestOutput
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptConfig:
-    """Prompt"""
+    """Prompts and answers"""
 
     raw: Annotated[bool, Doc("Give the prompt to the model as it is, without its chat template.")] = False
     system: Annotated[str | None, Doc("System message to put before the prompt.")] = None
+    lines: Annotated[bool, Doc("Take every line of stdin as a prompt; empty ones are skipped.")] = False
+    json: Annotated[bool, Doc("Print each prompt's result as one JSON object on a line.")] = False
+    input: Annotated[str | None, Doc("File of requests to answer, in OpenAI's batch format: JSON lines.")] = None
+    output: Annotated[
+        str | None, Doc("File for the results of --input; what it has already is not done again. Default: stdout.")
+    ] = None
 
     def __post_init__(self) -> None:
         check_types(self)
         if self.raw and self.system is not None:
             raise ValueError("system is part of the chat template, which raw leaves out: set only one of them")
+        if self.input is None and self.output is not None:
+            raise ValueError("output is for the results of input; answers to prompts go to stdout")
+        for name in ("raw", "system", "lines", "json"):
+            if self.input is not None and getattr(self, name):
+                raise ValueError(f"{name} is for prompts; each row of input says for itself what it asks")
+        for name in ("input", "output"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name} must be a file's path, got an empty text")
 
 
 def run(
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="Text to answer; may be given several times.")],
     form: PromptConfig,
     sampling: SamplingParams,
     config: EngineConfig,
     logs: LogConfig,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT", help="Text to answer; may be given several times. None, or -, reads it from stdin."
+        ),
+    ] = None,
 ) -> None:
     """Answer prompts.
 
     The answers go to stdout, all else to stderr. One answer is shown as it comes; several are worked on together,
-    shown in order, and parted by an empty line.
+    shown in order, and parted by an empty line. A file of requests is answered in whatever order they finish, and
+    the same command again goes on where it was stopped.
     """
+    console = Console(stderr=True)
+    load = partial(start, config, console)
+    if form.input is not None:
+        if prompts:
+            raise typer.BadParameter("input takes the place of prompts", param_hint="PROMPT")
+        start_logging(console, logs)
+        target = None if form.output is None else Path(form.output)
+        raise typer.Exit(0 if answer_file(Path(form.input), target, sampling, console, load) else 1)
+    texts = _texts(prompts or [], form.lines)
+    start_logging(console, logs)
+    with load() as llm:
+        answer(llm, texts, form, sampling, console)
+
+
+def _texts(words: Sequence[str], lines: bool) -> list[str]:
+    """The prompts: of the command line, and in the place of `-`, or without any, of stdin."""
+    if not words and (sys.stdin is None or sys.stdin.isatty()):
+        raise typer.BadParameter("give one, or - to read it from stdin", param_hint="PROMPT")
+    if lines and words and "-" not in words:
+        raise typer.BadParameter("lines is for prompts from stdin, and these are arguments", param_hint="--lines")
+    prompts = [text for word in words or ["-"] for text in (_from_stdin(lines) if word == "-" else [word])]
+    if not prompts:
+        raise typer.BadParameter("stdin has no prompt", param_hint="PROMPT")
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
             raise typer.BadParameter(f"prompt {number} is empty", param_hint="PROMPT")
-    console = Console(stderr=True)
-    start_logging(console, logs)
-    with start(config, console) as llm:
-        answer(llm, prompts, form, sampling, console)
+    return prompts
+
+
+def _from_stdin(lines: bool) -> list[str]:
+    """All of it as one prompt, without the newline at its end; or the lines that are not empty."""
+    try:
+        text = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"stdin is not UTF-8: {error}", param_hint="PROMPT") from error
+    if lines:
+        return [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+    return [text.removesuffix("\n").removesuffix("\r")]
 
 
 def start(config: EngineConfig, console: Console) -> "LLM":
@@ -65,12 +122,40 @@ def answer(llm: "LLM", prompts: Sequence[str], form: PromptConfig, sampling: Sam
     """Print the answers, in order, and then what they cost."""
     inputs = [_encode(llm, prompt, form) for prompt in prompts]
     began = time.perf_counter()
-    if len(inputs) == 1:
+    if len(inputs) == 1 and sampling.n in (None, 1) and not form.json:
         outputs = [_stream(llm, inputs[0], sampling)]
     else:
-        outputs = llm.generate(inputs, sampling, progress=console.is_terminal)
-        _print_all(llm, prompts, outputs, console)
+        outputs = _answer_all(llm, prompts, inputs, form, sampling, console)
     console.print(_cost(outputs, time.perf_counter() - began), style="dim", highlight=False, soft_wrap=True)
+
+
+def _answer_all(
+    llm: "LLM",
+    prompts: Sequence[str],
+    inputs: Sequence[str | list[int]],
+    form: PromptConfig,
+    sampling: SamplingParams,
+    console: Console,
+) -> list["RequestOutput"]:
+    """Print each answer as soon as it and those before it are there."""
+    early: dict[int, RequestOutput] = {}
+    shown = 0
+    with Meter(console, len(inputs), llm.stats) as meter:
+
+        def finished(number: int, output: "RequestOutput") -> None:
+            nonlocal shown
+            early[number] = output
+            meter.advance(output)
+            while output := early.pop(shown, None):
+                with meter.paused():
+                    if form.json:
+                        print(_as_json(prompts[shown], output))
+                    else:
+                        _print(llm, prompts, shown, output, console)
+                    sys.stdout.flush()
+                shown += 1
+
+        return llm.generate(inputs, sampling, on_finished=finished)
 
 
 def _encode(llm: "LLM", prompt: str, form: PromptConfig) -> str | list[int]:
@@ -103,29 +188,38 @@ def _stream(llm: "LLM", prompt: str | list[int], sampling: SamplingParams) -> "R
             print()  # after Ctrl-C too: the shell's prompt starts on a line of its own
     assert output is not None, "the last piece carries the output"
     if not begun:
-        print(_text(llm, output))
+        print(_text(llm, output.outputs[0]))
     return output
 
 
-def _print_all(llm: "LLM", prompts: Sequence[str], outputs: Sequence["RequestOutput"], console: Console) -> None:
-    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        if number:
-            print()
-        if console.is_terminal and sys.stdout.isatty():
-            sys.stdout.flush()
-            console.print(f"> {prompt}", style="dim", markup=False, highlight=False)
-        print(_text(llm, output))
+def _print(llm: "LLM", prompts: Sequence[str], number: int, output: "RequestOutput", console: Console) -> None:
+    """A prompt's answers: with a line above each where there are several, an empty line between prompts."""
+    if number:
+        print()
+    if len(prompts) > 1 and console.is_terminal and sys.stdout.isatty():
+        sys.stdout.flush()
+        console.print(f"> {prompts[number]}", style="dim", markup=False, highlight=False)
+    count = len(output.outputs)
+    for completion in output.outputs:
+        if count > 1:
+            print(f"--- answer {completion.index + 1} of {count}")
+        print(_text(llm, completion))
 
 
-def _text(llm: "LLM", output: "RequestOutput") -> str:
-    return output.text if llm.tokenizer else " ".join(map(str, output.outputs[0].token_ids))
+def _as_json(prompt: str, output: "RequestOutput") -> str:
+    """The fields of `RequestOutput`, with the prompt as the user gave it."""
+    return json.dumps({**dataclasses.asdict(output), "prompt": prompt}, ensure_ascii=False)
+
+
+def _text(llm: "LLM", completion: "Completion") -> str:
+    return completion.text if llm.tokenizer else " ".join(map(str, completion.token_ids))
 
 
 def _cost(outputs: Sequence["RequestOutput"], elapsed_s: float) -> str:
     """One line; of several prompts the median TTFT, and the rate of all together."""
     tokens_in = sum(len(output.prompt_token_ids) for output in outputs)
     cached = sum(output.cached_tokens for output in outputs)
-    tokens_out = sum(len(output.outputs[0].token_ids) for output in outputs)
+    tokens_out = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     parts = [f"tokens in {tokens_in} (cached {cached})", f"out {tokens_out}"]
     if waits_s := [output.timing.ttft_s for output in outputs if output.timing.ttft_s is not None]:
         parts.append(f"TTFT {statistics.median(waits_s) * 1e3:.0f} ms")

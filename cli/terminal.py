@@ -1,10 +1,13 @@
 """What a user sees beside the results: logs and progress, both on stderr."""
 
 import logging
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from annotated_doc import Doc
 from rich.console import Console
@@ -12,6 +15,10 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from minisgl.config import check_types
+
+if TYPE_CHECKING:
+    from minisgl.results import RequestOutput
+    from minisgl.scheduler import Stats
 
 Report = Callable[[str, float, float | None], None]
 """`report(what, done, total)`: `done` of `total` is finished, in any unit; a total of None is unknown."""
@@ -61,3 +68,70 @@ def progress(console: Console) -> Iterator[Report]:
             bars.update(tasks[what], completed=done, total=total)
 
         yield draw
+
+
+class Meter:
+    """How far the requests are and how the engine fares: a bar on a terminal, elsewhere a line now and then.
+
+    `stats` is asked only inside `advance`, so in the thread that runs the engine.
+    """
+
+    def __init__(
+        self, console: Console, total: int, stats: "Callable[[], Stats]", every_s: float | None = None
+    ) -> None:
+        self._console, self._total, self._stats = console, total, stats
+        self._every_s = every_s if every_s is not None else 0.2 if console.is_terminal else 10.0
+        self._began_s = self._shown_s = time.monotonic()
+        self._done = self.tokens_in = self.tokens_cached = self.tokens_out = 0
+        columns = (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
+        # Answers are not for stderr, so stdout stays what it is; see `paused`.
+        self._bar = Progress(*columns, console=console, transient=True, redirect_stdout=False)
+        self._task = self._bar.add_task(f"0/{total} requests", total=total)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def advance(self, *outputs: "RequestOutput") -> None:
+        """One more request has ended, with these results."""
+        self._done += 1
+        self.tokens_in += sum(len(output.prompt_token_ids) for output in outputs)
+        self.tokens_cached += sum(output.cached_tokens for output in outputs)
+        self.tokens_out += sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+        if time.monotonic() - self._shown_s < self._every_s:
+            return
+        self._shown_s = time.monotonic()
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=self._done, description=self._line())
+        else:
+            self._console.print(self._line(), highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Take the bar away while something is printed to stdout, where that is a terminal too."""
+        if not (self._console.is_terminal and sys.stdout.isatty()):
+            yield
+            return
+        self._bar.stop()
+        try:
+            yield
+        finally:
+            self._bar.start()
+
+    @property
+    def rate(self) -> float:
+        """Tokens generated per second, of all requests that have ended."""
+        return self.tokens_out / max(time.monotonic() - self._began_s, 1e-9)
+
+    def _line(self) -> str:
+        stats = self._stats()
+        pages = stats.pages_free + stats.pages_cached + stats.pages_locked
+        hits = stats.prefix_hit_tokens / max(stats.prompt_tokens, 1)
+        return (
+            f"{self._done}/{self._total} requests, {self.rate:.0f} tok/s, {stats.running} running, "
+            f"KV {stats.pages_locked / pages:.0%}, cache hits {hits:.0%}"
+        )

@@ -64,11 +64,6 @@ class Batch:
     page_writes: Int32  # [W, 3]: slot, index in the slot's table row, page
     joins: Joins
 
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens of the step, decode and prefill together."""
-        return self.num_decode + len(self.input_ids)
-
 
 @dataclass(frozen=True, eq=False)
 class Logprobs:

@@ -151,7 +151,7 @@ class SamplingParams:
         check_range("max_tokens", self.max_tokens, least=1)
         check_range("min_tokens", self.min_tokens, least=0, most=self.max_tokens)
         check_range("temperature", self.temperature, least=0, most=100)
-        check_range("top_k", self.top_k, least=-1)
+        check_range("top_k", self.top_k, least=-1, most=2**31 - 1)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         check_range("min_p", self.min_p, least=0, most=1)

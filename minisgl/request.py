@@ -36,7 +36,7 @@ class Request:
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission
     finish_reason: FinishReason | None = None
     retractions: int = 0
-    passed_over: int = 0  # times that a later request was admitted first
+    passed_over: int = 0  # times that a later request was admitted while this one was the first to wait
     followers: list["Request"] = field(default_factory=list)  # wait until this one's prompt is in the prefix cache
 
     @property
@@ -54,7 +54,7 @@ class Request:
     @property
     def known(self) -> Int32:
         """Prompt and output so far; only while it holds no slot."""
-        return np.concatenate([self.prompt, self.output])
+        return np.concatenate([self.prompt, self.output]) if len(self.output) else self.prompt
 
     @property
     def num_known(self) -> int:

@@ -53,11 +53,11 @@ def draw_fused(logits: Tensor, best: Tensor, temperature: Tensor, seed: Tensor, 
 
 
 def lowest_argmax(logits: Tensor) -> Tensor:
-    """The lowest id among the largest of each row of [S, V]: int64 [S], -1 where there is a NaN."""
-    vocab = logits.shape[-1]
-    ids = torch.arange(vocab, device=logits.device)
-    best = torch.where(logits == logits.amax(dim=-1, keepdim=True), ids, vocab).amin(dim=-1)
-    return torch.where(best == vocab, -1, best)
+    """The lowest id among the largest of each row of [S, V]: int64 [S], -1 where that is no finite number."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    best = logits.amax(dim=-1, keepdim=True)
+    lowest = torch.where(logits == best, ids, len(ids)).amin(dim=-1)
+    return torch.where(best[:, 0].isfinite(), lowest, -1)
 
 
 def noise(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:

@@ -106,7 +106,8 @@ class Sampler:
         filtered, has_min_p = np.flatnonzero(self._filters[rows]), self._has_min_p[rows].any()
         if logits.is_cuda and not filtered.size and not has_min_p:
             return torch.where(drawn, draw_fused(logits, best, scale, seed, positions), greedy)
-        scaled = (logits.float() - best.float()[:, None]) / scale[:, None]  # [S, V], the best is 0
+        best = torch.where(drawn, best.float(), 0.0)
+        scaled = (logits.float() - best[:, None]) / scale[:, None]  # [S, V], the best of rows that draw is 0
         if filtered.size:
             at = self._send(filtered)
             scaled[at] = keep_likely(scaled[at], self._top_k[slots[at]], self._top_p[slots[at]])

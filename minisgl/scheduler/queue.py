@@ -15,7 +15,7 @@ PATIENCE = 32
 
 
 class WaitingQueue:
-    """Requests that hold no slot. A retracted one goes to the front: it was admitted before.
+    """Requests that hold no slot. A retracted one goes to the front (under priority: to its old place).
 
     `remove` only forgets a request; its entry is dropped when it comes up.
     """
@@ -53,10 +53,14 @@ class WaitingQueue:
         head = window[0]
         if head.retractions or head.passed_over >= PATIENCE or len(window) == 1:
             return head
-        best = max(window, key=lambda r: self._match_length(r.known))  # the first of equals
-        if best is not head:
-            head.passed_over += 1
-        return best
+        return max(window, key=lambda r: self._match_length(r.known))  # the first of equals
+
+    def take(self, request: Request) -> None:
+        """Remove a request that is admitted; under lpm those before it have been passed over."""
+        if self._policy == "lpm":
+            head = next(iter(self._front(1)), request)
+            head.passed_over += head is not request
+        self.remove(request)
 
     def requests(self) -> list[Request]:
         """All that wait, in no order."""

@@ -18,6 +18,9 @@ from minisgl.scheduler.slots import Slots
 
 Chunk = tuple[int, int, int]  # slot, and from which of its tokens to which
 
+RETRY_STEPS = 8
+"""Matching a long prompt costs time: one that does not fit is tried again when a request leaves, or so many steps later."""
+
 NO_WRITES: Int32 = np.empty((0, 3), dtype=np.int32)
 NO_WRITES.flags.writeable = False
 
@@ -25,7 +28,6 @@ NO_WRITES.flags.writeable = False
 class PrefixCache(Protocol):
     """Pages of earlier tokens, found by the tokens: `RadixCache`, or `NoCache`."""
 
-    cached: int
     evictable: int
 
     def match_length(self, tokens: Int32) -> int: ...
@@ -123,6 +125,7 @@ class Scheduler:
         self.in_flight: deque[Batch] = deque()  # launched and not yet committed
         self._prefilling: dict[int, None] = {}  # slots with prompt tokens left to launch, in order of admission
         self._demand = Demand()
+        self._blocked_until = 0  # the step at which to try again to admit the next request that did not fit
 
     # Requests
 
@@ -131,6 +134,7 @@ class Scheduler:
         assert len(request.prompt) >= 1 and request.max_tokens >= 1
         assert len(request.prompt) + request.max_tokens <= self.context
         self.queue.push(request)
+        self._blocked_until = 0
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request, wherever it is; without effect on one that has ended.
@@ -147,6 +151,8 @@ class Scheduler:
             self.queue.remove(request)
             return
         request.output = self.slots.output(slot)
+        if reason in ("stop", "length"):
+            self._demand.ended(len(request.output) / request.max_tokens)
         self.slots.active[slot] = self.slots.decoding[slot] = False
         self._prefilling.pop(slot, None)
         if self.slots.in_flight[slot] == 0:
@@ -167,6 +173,8 @@ class Scheduler:
         else:
             chunks, joined = self._next_chunks()
             grown = (NO_TOKENS, NO_WRITES) if chunks else self._next_decode()
+            if grown is not None and not len(grown[0]) and not chunks:
+                chunks, joined = self._next_chunks()  # all that decoded may just have been retracted
         if grown is None:
             return None
         decode, writes = grown
@@ -280,9 +288,13 @@ class Scheduler:
         for slot in self._prefilling:
             if budget:
                 budget -= launch(slot)
-        while budget and self.slots.num_free:
+        while budget and self.slots.num_free and self._steps >= self._blocked_until:
             request = self.queue.select()
-            if request is None or (slot := self._admit(request)) is None:
+            if request is None:
+                break
+            slot = self._admit(request)
+            if slot is None:
+                self._blocked_until = self._steps + RETRY_STEPS
                 break
             joined.append(slot)
             budget -= launch(slot)
@@ -304,7 +316,7 @@ class Scheduler:
         if wanted > self.pool.free + self.cache.evictable:
             self.cache.unlock(node)
             return None
-        self.queue.remove(request)
+        self.queue.take(request)
         slot = self.slots.join(request, node, cached, self._take_pages(need))
         self._prefilling[slot] = None
         if request.cached_tokens is None:
@@ -353,12 +365,11 @@ class Scheduler:
         assert node is not None
         self.cache.unlock(node)
         self.pool.give(self.slots.leave(slot))
+        self._blocked_until = 0
 
     def _end(self, slot: int, reason: FinishReason) -> None:
         request = self.slots.request[slot]
         assert request is not None
-        used = (self.slots.known[slot] - len(request.prompt)) / request.max_tokens
-        self._demand.ended(float(used))
         self.finish(request, reason)
 
     def _build(self, decode: Int32, chunks: list[Chunk], writes: Int32, joined: list[int]) -> Batch:
