@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minisgl.model.decoder import Decoder
 from minisgl.model.layers import FusedLinear, RMSNorm
-from minisgl.source.fields import read_json
+from minisgl.source.folder import weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def _places(model: Decoder) -> dict[str, _Place]:
 def _sources(folder: Path) -> dict[str, _Source]:
     """Every tensor of a checkpoint by its name without the leading "model."."""
     sources: dict[str, _Source] = {}
-    for path in _files(folder):
+    for path in weight_files(folder):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 (a safetensors file is no mapping)
                 key = name.removeprefix("model.")
@@ -121,25 +121,6 @@ def _sources(folder: Path) -> dict[str, _Source]:
                 tensor = file.get_slice(name)
                 sources[key] = _Source(path, name, tensor.get_dtype(), tuple(tensor.get_shape()))
     return sources
-
-
-def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, every one of them there."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        pickled = any(folder.glob("pytorch_model*.bin"))
-        only = "; it has pickled weights (pytorch_model*.bin) only: convert them to safetensors" if pickled else ""
-        raise ValueError(f"{folder} holds neither {single.name} nor {index.name}{only}")
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has no weight_map from tensors to files")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise ValueError(f"{index} names {name!r}, which is not a file in {folder}")
-    return [folder / name for name in names]
 
 
 def _check(sources: dict[str, _Source], places: dict[str, _Place], folder: Path) -> None:

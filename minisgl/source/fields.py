@@ -5,9 +5,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+_KINDS: Mapping[type, str] = MappingProxyType(
+    {float: "a number above 0", bool: "true or false", str: "a string", dict: "an object"}
+)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -23,70 +28,46 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 @dataclass(frozen=True)
 class Fields:
     """Named values of one file. Every look-up checks the type; every complaint names file, field and value.
 
-    A field that is absent is an error unless it is `optional`; a null counts as absent.
+    A null counts as absent, and a field that is absent is an error unless it is `optional`.
     """
 
     values: Mapping[str, Any]
     where: str  # the file, and what in it
 
-    def get(self, name: str) -> Any:
-        value = self.values.get(name)
+    def get(self, name: str, kind: type[T], least: int = 0) -> T:
+        """A value of exactly this kind, though a whole number will do for a float; floats are above 0 and finite."""
+        value: Any = self.values.get(name)
         if value is None:
             raise ValueError(f"{self.where} has no {name!r}")
+        if kind is float and type(value) is int:
+            value = float(value)
+        if not _fits(value, kind, least):
+            raise self.wrong(name, f"a whole number of at least {least}" if kind is int else _KINDS[kind])
         return value
 
-    def integer(self, name: str, least: int = 1) -> int:
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.wrong(name, f"a whole number of at least {least}")
-        return value
-
-    def number(self, name: str, least: float = -math.inf) -> float:
-        value = self.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
-            raise self.wrong(name, "a finite number" if least == -math.inf else f"a number of at least {least}")
-        return float(value)
-
-    def positive(self, name: str) -> float:
-        value = self.number(name)
-        if value <= 0:
-            raise self.wrong(name, "a number above 0")
-        return value
-
-    def boolean(self, name: str) -> bool:
-        value = self.get(name)
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
-
-    def text(self, name: str) -> str:
-        value = self.get(name)
-        if not isinstance(value, str):
-            raise self.wrong(name, "a string")
-        return value
+    def optional(self, name: str, kind: type[T], least: int = 0) -> T | None:
+        return None if self.values.get(name) is None else self.get(name, kind, least)
 
     def list_of(self, name: str, kind: type[T]) -> list[T]:
-        values = self.get(name)
+        values = self.values.get(name)
         if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
             raise self.wrong(name, f"a list of {kind.__name__}")
         return values
 
-    def optional_integer(self, name: str, least: int = 0) -> int | None:
-        return None if self.values.get(name) is None else self.integer(name, least)
-
-    def optional_number(self, name: str) -> float | None:
-        return None if self.values.get(name) is None else self.number(name)
-
-    def optional_text(self, name: str) -> str | None:
-        return None if self.values.get(name) is None else self.text(name)
-
     def wrong(self, name: str, allowed: str) -> ValueError:
         """The error for a value that is not what is allowed."""
-        shown = repr(self.values[name])
-        return ValueError(
-            f"{self.where}: {name} must be {allowed}, got {shown if len(shown) < 80 else shown[:76] + '…'}"
-        )
+        return ValueError(f"{self.where}: {name} must be {allowed}, got {self.values.get(name)!r:.120}")
+
+
+def _fits(value: Any, kind: type, least: int) -> bool:
+    if type(value) is not kind or kind not in (int, float):
+        return type(value) is kind
+    return value >= least if kind is int else 0 < value < math.inf

@@ -1,20 +1,20 @@
 """What a model folder must hold: config.json, safetensors, a tokenizer (made, where there is only another kind)."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from minisgl.source.cache_folder import Report, cache_folder, fingerprint, publish, workspace
+from minisgl.source.cache_folder import Report, imported_folder, make_once
 from minisgl.source.fields import Fields, read_json
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 TOKENIZER = "tokenizer.json"
-TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
+_TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
 # What a tokenizer.json can be made from, any one set of them.
-TOKENIZER_SOURCES = (("tokenizer.model",), ("vocab.json", "merges.txt"))
-TOKENIZER_SOURCE_EXTRAS = ("added_tokens.json",)
+_TOKENIZER_SOURCES = (("tokenizer.model",), ("vocab.json", "merges.txt"))
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAKER_VERSION = 1  # raise it when a tokenizer.json made by older code must be made again
@@ -24,6 +24,14 @@ from transformers import AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], local_files_only=True, trust_remote_code=False)
 tokenizer.backend_tokenizer.save(sys.argv[2])
 """
+
+
+def small_files(names: Collection[str]) -> list[str]:
+    """Those among a model's files that are read, other than config.json and the weights."""
+    wanted = {GENERATION_CONFIG, TOKENIZER, *_TOKENIZER_EXTRAS}
+    if TOKENIZER not in names:
+        wanted |= {"added_tokens.json"}.union(*_TOKENIZER_SOURCES)
+    return [name for name in names if name in wanted or re.fullmatch(r"additional_chat_templates/[^/]+\.jinja", name)]
 
 
 def weight_index(names: Collection[str], where: object) -> str | None:
@@ -36,34 +44,36 @@ def weight_index(names: Collection[str], where: object) -> str | None:
     if _INDEX in names:
         return _INDEX
     others = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors")))
-    found = f"; it has {', '.join(others[:4])}{', …' if len(others) > 4 else ''}" if others else ""
     hint = ""
     if any(name.endswith(".gguf") for name in others):
         hint = ": download the .gguf file that you want, and give its path"
     elif others:
-        hint = ": convert it to safetensors (transformers' save_pretrained does)"
+        hint = ": pickled weights and other layouts are not read, convert them to safetensors (save_pretrained does)"
+    found = f"; it has {', '.join(others[:4])}{', …' if len(others) > 4 else ''}" if others else ""
     raise ValueError(f"{where} has neither {_SINGLE} nor {_INDEX}{found}{hint}")
 
 
-def indexed_files(index: Path) -> list[str]:
-    """The weight files that an index names, in order."""
-    weight_map = Fields(read_json(index), str(index)).get("weight_map")
-    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-    if not names or not all(isinstance(n, str) and n.endswith(".safetensors") and "/" not in n for n in names):
-        raise ValueError(f"{index}: weight_map must name the safetensors file of every tensor")
-    return sorted(names)
+def weight_names(folder: Path, index: str | None) -> list[str]:
+    """The safetensors files that make up a model's weights: the only one, or in order those that the index names."""
+    if index is None:
+        return [_SINGLE]
+    weight_map = Fields(read_json(folder / index), str(folder / index)).get("weight_map", dict)
+    names = sorted(set(map(str, weight_map.values())))
+    wrong = [name for name in names if not name.endswith(".safetensors") or "/" in name]
+    if wrong or not names:
+        named = ", ".join(wrong) or "nothing"
+        raise ValueError(f"{folder / index} names {named}, which is not a file in its folder that ends in .safetensors")
+    return names
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that make up a model's weights: model.safetensors, else those that the index names.
-
-    Raises ValueError if they are not all there.
-    """
+    """The files of `weight_names` in a model folder. Raises ValueError if they are not all there."""
     index = weight_index([path.name for path in folder.iterdir()], folder)
-    names = [_SINGLE] if index is None else indexed_files(folder / index)
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {index} names")
-    return [folder / name for name in names]
+    files = [folder / name for name in weight_names(folder, index)]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{folder / (index or '')} names {file.name!r}, which is not a file")
+    return files
 
 
 def check_folder(folder: Path, weights: bool) -> None:
@@ -80,23 +90,21 @@ def with_tokenizer(folder: Path, name: str, report: Report) -> Path:
     That is made once, by transformers, in a process of its own. A folder without any tokenizer stays as it is: its
     prompts are token ids. Raises ValueError if the tokenizer cannot be made.
     """
-    names = {path.name for path in folder.iterdir()}
-    if TOKENIZER in names or not any(names.issuperset(source) for source in TOKENIZER_SOURCES):
+    content = sorted(folder.iterdir())
+    names = {path.name for path in content}
+    if TOKENIZER in names or not any(names.issuperset(source) for source in _TOKENIZER_SOURCES):
         return folder
-    files = sorted((path, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir() if path.is_file())
-    place = cache_folder() / "imported" / f"{name}-{fingerprint(_MAKER_VERSION, folder.resolve(), *files)}"
-    if place.is_dir():
-        return place
-    with workspace(place, report) as scratch:
-        if not place.is_dir():
-            report(f"making a tokenizer.json for {name}", 0, None)
-            built = scratch / "folder"
-            built.mkdir()
-            _make_tokenizer(folder, built / TOKENIZER)
-            for path, _, _ in files:
-                (built / path.name).symlink_to(path.resolve())
-            publish(built, place)
-    return place
+    stats = [(path, path.stat().st_size, path.stat().st_mtime_ns) for path in content]
+    place = imported_folder(name, _MAKER_VERSION, folder.resolve(), *stats)
+
+    def make(scratch: Path) -> Path:
+        report(f"making a tokenizer.json for {name}", 0, None)
+        _make_tokenizer(folder, scratch / TOKENIZER)
+        for path in content:
+            (scratch / path.name).symlink_to(path.resolve())
+        return scratch
+
+    return place if place.is_dir() else make_once(place, make, report)
 
 
 def _make_tokenizer(folder: Path, made: Path) -> None:

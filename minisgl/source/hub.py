@@ -7,18 +7,17 @@ to do about it.
 import difflib
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minisgl.source.alias import ALIASES, fetch
-from minisgl.source.cache_folder import Report, cache_folder, fingerprint, silent
+from minisgl.source.cache_folder import Report, cache_folder, imported_folder, silent
 from minisgl.source.folder import check_folder, with_tokenizer
 from minisgl.source.model_config import sampling_defaults
 from minisgl.source.repository import snapshot
 
-_IMPORTER_VERSION = 1  # raise it when what older code imported must be imported again
+_IMPORTER_VERSION = 2  # raise it when what older code imported must be imported again
 _REPO_ID = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9_][\w.-]{0,95})?", re.ASCII)
 
 
@@ -56,29 +55,25 @@ def locate(
 
 def _locate(model: str, revision: str | None, weights: bool, report: Report, timeout_s: float) -> ModelFolder:
     path = Path(os.path.expanduser(model)).absolute()
-    own_defaults: Mapping[str, Any] = {}
-    if model in ALIASES:
-        _no_revision(revision, f"{model} is an alias")
-        name, own_defaults = model, ALIASES[model].sampling_defaults
-        folder = _imported_alias(model, report, timeout_s)
-    elif _looks_like_path(model) or (model and path.exists()):
-        _no_revision(revision, f"{model} is a local path")
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith((".gguf", "/"))
+    is_path = model not in ALIASES and (is_path or (model != "" and path.exists()))
+    if revision is not None and (is_path or model in ALIASES):
+        kind = "a local path" if is_path else "an alias"
+        raise ValueError(f"revision {revision!r} is for Hugging Face repos only, and {model} is {kind}")
+    name, own_defaults = model, {}
+    if is_path:
         name = path.resolve().name.removesuffix(".gguf")
         folder = _local(path, weights, report)
+    elif model in ALIASES:
+        alias = ALIASES[model]
+        own_defaults = alias.sampling_defaults
+        folder = imported_folder(model, _IMPORTER_VERSION, alias.sha256)
+        if not folder.is_dir():
+            _import(fetch(alias, cache_folder(), report, timeout_s), folder, report)
     else:
-        name = model
         folder = _repo(model, revision, weights, report, timeout_s)
     folder = with_tokenizer(folder, name.replace("/", "--"), report)
     return ModelFolder(folder, name, {**sampling_defaults(folder), **own_defaults})
-
-
-def _no_revision(revision: str | None, because: str) -> None:
-    if revision is not None:
-        raise ValueError(f"revision {revision!r} is for Hugging Face repos only, and {because}")
-
-
-def _looks_like_path(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith((".gguf", "/"))
 
 
 def _local(path: Path, weights: bool, report: Report) -> Path:
@@ -91,23 +86,10 @@ def _local(path: Path, weights: bool, report: Report) -> Path:
     if path.suffix != ".gguf":
         raise ValueError(f"{path} is a file, but not a .gguf file: give one of those, or a folder with a config.json")
     file = path.resolve()
-    stat = file.stat()
-    folder = _imported_folder(file.stem, file, stat.st_size, stat.st_mtime_ns)
+    folder = imported_folder(file.stem, _IMPORTER_VERSION, file, file.stat().st_size, file.stat().st_mtime_ns)
     if not folder.is_dir():
         _import(file, folder, report)
     return folder
-
-
-def _imported_alias(name: str, report: Report, timeout_s: float) -> Path:
-    folder = _imported_folder(name, ALIASES[name].sha256)
-    if not folder.is_dir():
-        _import(fetch(ALIASES[name], cache_folder(), report, timeout_s), folder, report)
-    return folder
-
-
-def _imported_folder(name: str, *source: object) -> Path:
-    """Where the import of a GGUF file lies; `source` is what tells this file from any other."""
-    return cache_folder() / "imported" / f"{name}-{fingerprint(_IMPORTER_VERSION, *source)}"
 
 
 def _import(file: Path, folder: Path, report: Report) -> None:

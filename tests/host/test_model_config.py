@@ -12,7 +12,6 @@ from minisgl.source.architectures import ARCHITECTURES
 from minisgl.source.model_config import (
     ModelConfig,
     RopeConfig,
-    check_model_config,
     read_model_config,
     sampling_defaults,
 )
@@ -275,7 +274,7 @@ def test_an_unsupported_architecture_is_named_with_all_that_are_supported(tmp_pa
         ({"rms_norm_eps": 0}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
         ({"attention_bias": 1}, "attention_bias"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads 3, got 4"),
         ({"num_key_value_heads": 8}, "num_key_value_heads 8"),
         ({"hidden_size": 66}, "66"),
         ({"head_dim": 15}, "15"),
@@ -290,6 +289,7 @@ def test_an_unsupported_architecture_is_named_with_all_that_are_supported(tmp_pa
         ({"bos_token_id": [1]}, "bos_token_id"),
         ({"layer_types": ["sliding_attention"] * 2}, "full_attention"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": [[], {}]}, "layer_types"),
     ],
 )
 def test_a_missing_or_wrong_field_is_one_line_with_its_name(tmp_path, changes, says):
@@ -369,7 +369,7 @@ def test_a_wrong_eos_in_the_generation_config_is_reported_of_that_file(tmp_path)
 def test_a_sliding_window_in_use_caps_the_context_with_one_warning(tmp_path, caplog, changes, expected):
     folder = write(tmp_path, SMALL, num_key_value_heads=2, **changes)
     with caplog.at_level(logging.WARNING):
-        check_model_config(folder)
+        read_model_config(folder, warn=False)
         assert not caplog.records
         assert read_model_config(folder).max_position == expected
     assert len(caplog.records) == (expected == 512)
