@@ -42,8 +42,6 @@ class PromptConfig:
         check_types(self)
         if self.raw and self.system is not None:
             raise ValueError("system is part of the chat template, which raw leaves out: set only one of them")
-        if self.input is None and self.output is not None:
-            raise ValueError("output is for the results of input; answers to prompts go to stdout")
         for name in ("raw", "system", "lines", "json"):
             if self.input is not None and getattr(self, name):
                 raise ValueError(f"{name} is for prompts; each row of input says for itself what it asks")
@@ -78,6 +76,8 @@ def run(
         start_logging(console, logs)
         target = None if form.output is None else Path(form.output)
         raise typer.Exit(0 if answer_file(Path(form.input), target, sampling, console, load) else 1)
+    if form.output is not None:
+        raise typer.BadParameter("output is for the results of --input; answers go to stdout", param_hint="--output")
     texts = _texts(prompts or [], form.lines)
     start_logging(console, logs)
     with load() as llm:
@@ -146,12 +146,12 @@ def _answer_all(
             nonlocal shown
             early[number] = output
             meter.advance(output)
-            while output := early.pop(shown, None):
+            while ready := early.pop(shown, None):
                 with meter.paused():
                     if form.json:
-                        print(_as_json(prompts[shown], output))
+                        print(_as_json(prompts[shown], ready))
                     else:
-                        _print(llm, prompts, shown, output, console)
+                        _print(llm, prompts, shown, ready, console)
                     sys.stdout.flush()
                 shown += 1
 

@@ -76,11 +76,9 @@ class Meter:
     `stats` is asked only inside `advance`, so in the thread that runs the engine.
     """
 
-    def __init__(
-        self, console: Console, total: int, stats: "Callable[[], Stats]", every_s: float | None = None
-    ) -> None:
+    def __init__(self, console: Console, total: int, stats: "Callable[[], Stats]") -> None:
         self._console, self._total, self._stats = console, total, stats
-        self._every_s = every_s if every_s is not None else 0.2 if console.is_terminal else 10.0
+        self._every_s = 0.2 if console.is_terminal else 10.0
         self._began_s = self._shown_s = time.monotonic()
         self._done = self.tokens_in = self.tokens_cached = self.tokens_out = 0
         columns = (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from minisgl.attention.reference import ReferenceAttention
+from minisgl.attention.reference import ReferenceAttention, supports
 from minisgl.config import EngineConfig
 from minisgl.engine import Engine
 from minisgl.model.decoder import Decoder
@@ -18,7 +18,7 @@ from minisgl.runtime.memory import count_pages
 from minisgl.runtime.runner import ModelRunner
 from minisgl.scheduler import Scheduler
 from minisgl.source.hub import ModelFolder, Report
-from minisgl.source.model_config import ModelConfig, read_model_config
+from minisgl.source.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,10 @@ def resolve(config: EngineConfig) -> EngineConfig:
         raise ValueError(
             f"cuda_graph_max_bs={config.cuda_graph_max_bs}: CUDA graphs are not part of this version; leave it unset"
         )
-    for name in config.attention_backend.split(","):
+    names = config.attention_backend.split(",")
+    if len(names) > 2:
+        raise ValueError(f"attention_backend={config.attention_backend!r}: name one backend, or two as PREFILL,DECODE")
+    for name in names:
         if name not in ("auto", "reference"):
             raise ValueError(
                 f"attention_backend={config.attention_backend!r}: {name!r} is not part of this version; "
@@ -56,6 +59,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
         config,
         device=device,
         dtype=dtype,
+        overlap=device == "cuda" if config.overlap is None else config.overlap,
         attention_backend="reference",
         cuda_graph=False,
         cuda_graph_max_bs=0,
@@ -74,16 +78,21 @@ def model_length(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def build_engine(config: EngineConfig, folder: ModelFolder, report: Report | None = None) -> Engine:
+def build_engine(
+    config: EngineConfig, folder: ModelFolder, model_config: ModelConfig, report: Report | None = None
+) -> Engine:
     """Load a model and put an engine around it; `config` has passed `resolve`.
 
     `report` is told of the loading, in bytes. ValueError, with the numbers, for what does not fit.
     """
     assert config.page_size is not None
-    model_config = read_model_config(folder.path)
     length = model_length(config, model_config)
     model_config = replace(model_config, max_position=length)  # sizes the rope table
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    capability = torch.cuda.get_device_capability(device) if config.device == "cuda" else None
+    group = model_config.num_heads // model_config.num_kv_heads
+    if reason := supports(config.page_size, model_config.head_size, group, dtype, capability):
+        raise ValueError(f"attention_backend={config.attention_backend}: {reason}")
     with _memory_errors(f"the weights of {folder.name} in {config.dtype}", "choose a smaller model or dtype"):
         model = Decoder(model_config, dtype, device)
     _fill(model, config, folder, report)
@@ -101,29 +110,22 @@ def build_engine(config: EngineConfig, folder: ModelFolder, report: Report | Non
             dtype=dtype,
             device=device,
         )
-    scheduler = Scheduler(
-        num_slots=config.max_running_requests,
-        num_pages=pages,
-        page_size=config.page_size,
-        context=context,
-        chunk_size=config.chunked_prefill_size,
-        policy=config.schedule_policy,
-        mixed=config.mixed_batch,
-        cache=config.cache,
-    )
-    runner = ModelRunner(
-        model,
-        attention,
-        num_slots=config.max_running_requests,
-        context=context,
-        page_size=config.page_size,
-        device=device,
-    )
+    shape = {"num_slots": config.max_running_requests, "page_size": config.page_size, "context": context}
+    with _memory_errors(f"{config.max_running_requests} running requests", "lower --max-running-requests"):
+        scheduler = Scheduler(
+            num_pages=pages,
+            chunk_size=config.chunked_prefill_size,
+            policy=config.schedule_policy,
+            mixed=config.mixed_batch,
+            cache=config.cache,
+            **shape,
+        )
+        runner = ModelRunner(model, attention, device=device, **shape)
     size, name = config.page_size, folder.name
     logger.info("%s on %s in %s: %d KV pages of %d tokens, context %d", name, device, dtype, pages, size, context)
     if context < length:
         logger.warning("the KV pool limits requests to %d tokens; the model would take %d", context, length)
-    return Engine(scheduler, runner, overlap=config.overlap)
+    return Engine(scheduler, runner, overlap=bool(config.overlap))
 
 
 def release_memory() -> None:
@@ -143,8 +145,9 @@ def _memory_errors(what: str, way_out: str) -> Iterator[None]:
     """Turn an allocation that fails into one line that says what did not fit."""
     try:
         yield
-    except RuntimeError as error:  # torch's OutOfMemoryError is one; on a CPU only the text tells
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:  # torch's OutOfMemoryError is the first; on a CPU only the text tells
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not known and "allocate memory" not in str(error):
             raise
         reason = str(error).splitlines()[0]
         raise ValueError(f"no memory for {what}: {way_out} ({reason})") from error

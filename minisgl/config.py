@@ -69,10 +69,10 @@ class EngineConfig:
         Flag(shorthands={"--disable-radix-cache": "none"}, env="MINISGL_KV_CACHE"),
     ] = "radix"
     overlap: Annotated[
-        bool,
-        Doc("Prepare the next step while the device works on this one."),
+        bool | None,
+        Doc("Prepare the next step while the device works on this one; default: on CUDA, where the two can overlap."),
         Flag(shorthands={"--disable-overlap-schedule": False}),
-    ] = True
+    ] = None
     cuda_graph: Annotated[
         bool | None,
         Doc("Replay decode steps as CUDA graphs; default: where they exist."),
@@ -90,9 +90,10 @@ class EngineConfig:
         check_types(self)
         if not self.model.strip():
             raise ValueError("model must be a folder, a .gguf file, a repo id or an alias, got an empty text")
-        for name in ("page_size", "num_pages", "max_running_requests", "chunked_prefill_size", "tp"):
-            check_range(name, getattr(self, name), least=1)
-        check_range("max_model_len", self.max_model_len, least=2)
+        for name in ("page_size", "num_pages", "chunked_prefill_size", "tp"):
+            check_range(name, getattr(self, name), least=1, most=2**31 - 1)
+        check_range("max_running_requests", self.max_running_requests, least=1, most=65_536)
+        check_range("max_model_len", self.max_model_len, least=2, most=2**31 - 1)
         check_range("cuda_graph_max_bs", self.cuda_graph_max_bs, least=0)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}")

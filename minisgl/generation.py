@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,24 +19,29 @@ from minisgl.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-NEUTRAL: Mapping[str, Any] = {
-    "n": 1,
-    "min_tokens": 0,
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "include_stop_str_in_output": False,
-    "ignore_eos": False,
-    "skip_special_tokens": True,
-    "priority": 0,
-}
+NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "n": 1,
+        "min_tokens": 0,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "include_stop_str_in_output": False,
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+        "priority": 0,
+    }
+)
 """Sampling where neither user nor model says anything."""
 
-Prompt = str | list[int]
+TAIL = 8
+"""Tokens of a text prompt that its answer's decoder is shown."""
+
+Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,8 @@ class Front:
     def generation(self, prompt: Prompt, params: SamplingParams, key: int, seed: int, stream: bool) -> "Generation":
         """A prompt's requests, with keys from `key` on; `seed` is for those that set none."""
         ids = self.token_ids(prompt)
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be a SamplingParams, got {params!r:.80}")
         params = params.with_defaults(self.defaults)
         self._check_ids("stop_token_ids", params.stop_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias or ())
@@ -82,11 +90,13 @@ class Front:
         """A prompt's token ids, checked."""
         if isinstance(prompt, str):
             ids = self.need_tokenizer("a text prompt").encode(prompt)
-        else:
+        elif isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
             ids = list(prompt)
+        else:
+            raise ValueError(f"a prompt must be text or token ids, got {prompt!r:.80}")
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise ValueError(f"a prompt must be text or token ids, got {token!r} in it")
+                raise ValueError(f"a prompt must be text or token ids, got {token!r:.80} in it")
         self._check_ids("prompt", ids)
         return ids
 
@@ -138,31 +148,32 @@ class Generation:
         self.output: RequestOutput | None = None
         self.pieces: deque[Piece] = deque()
         self._tokenizer, self._prompt, self._stream = tokenizer, prompt, stream
-        params = requests[0].sampling
-        stops = params.texts("stop")
-        self._show_special = not params.skip_special_tokens
-        self._answers = {
-            request.key: Answer(
-                request,
-                index,
-                StreamDecoder(tokenizer, stops, not self._show_special, min_tokens=params.min_tokens or 0)
-                if tokenizer is not None and (stream or stops)
-                else None,
-            )
-            for index, request in enumerate(requests)
-        }
+        stops = requests[0].sampling.texts("stop")
+        reads = stream or bool(stops)  # else text is made at the end, in one go
+        self._answers = {r.key: Answer(r, i, self._decoder() if reads else None) for i, r in enumerate(requests)}
         self._prompt_logprobs: list[TokenLogprob | None] = [None] * len(requests[0].prompt)
         self._first_token_s: float | None = None
+        self._last_token_s = 0.0
 
     @property
     def request_id(self) -> int:
         return self.requests[0].key
 
-    def take_token(self, key: int, token: int, now_s: float) -> bool:
-        """Take in a request's next token; returns whether a stop string has ended it."""
+    def _decoder(self) -> StreamDecoder | None:
+        """A text prompt is continued, with the space before the next word; what follows token ids begins a text."""
+        if self._tokenizer is None:
+            return None
+        params = self.requests[0].sampling
+        tail = [] if self._prompt is None else self.requests[0].prompt[-TAIL:].tolist()
+        skip = bool(params.skip_special_tokens)
+        return StreamDecoder(self._tokenizer, params.texts("stop"), skip, tail, min_tokens=params.min_tokens or 0)
+
+    def take_token(self, key: int, token: int, now_s: float) -> Request | None:
+        """Take in a request's next token; returns the request if a stop string has ended it."""
         answer = self._answers[key]
         if self._first_token_s is None:
             self._first_token_s = now_s
+        self._last_token_s = now_s
         text, matched = "", None
         if answer.decoder is not None and token not in answer.request.stop_ids:
             text = answer.decoder.push([token])
@@ -172,7 +183,7 @@ class Generation:
             answer.text.append(text)
         if self._stream:
             self.pieces.append(Piece(request_id=self.request_id, index=answer.index, text=text, token_ids=[token]))
-        return matched is not None
+        return None if matched is None else answer.request
 
     def take_logprobs(self, key: int, token: int, logprobs: Logprobs, row: int) -> None:
         """Take in what a token's log-probabilities are."""
@@ -198,17 +209,14 @@ class Generation:
         stop_reason: str | int | None = None
         if len(shown) < len(ids) and ids[-1] in (request.sampling.stop_token_ids or ()):
             stop_reason = ids[-1]
-        rest = ""
+        text = rest = ""
+        if decoder is None and (decoder := self._decoder()) is not None:
+            answer.text.append(decoder.push(shown))
         if decoder is not None:
             rest = decoder.finish()
             text = "".join([*answer.text, rest])
             if decoder.matched is not None:
                 ids, reason, stop_reason = ids[: decoder.num_tokens_kept], "stop", decoder.matched
-        elif self._tokenizer is not None:
-            # Not `decode`, which refuses ids that a padded vocabulary has and the tokenizer has not.
-            text = self._tokenizer.detokenizer.decode(shown, not self._show_special)
-        else:
-            text = ""
         answer.completion = Completion(
             index=answer.index,
             text=text,
@@ -228,7 +236,7 @@ class Generation:
     def _complete(self, completions: list[Completion], now_s: float) -> None:
         request = self.requests[0]
         first = self._first_token_s
-        decode_s = 0.0 if first is None else now_s - first
+        decode_s = 0.0 if first is None else self._last_token_s - first
         tokens = sum(len(c.token_ids) for c in completions) - len(completions)
         asked = request.sampling.prompt_logprobs is not None
         self.output = RequestOutput(

@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 from minisgl.build import build_engine, release_memory, resolve
 from minisgl.config import EngineConfig, SamplingParams
 from minisgl.engine import Engine
 from minisgl.generation import NEUTRAL, Front, Generation, Prompt
+from minisgl.request import Request
 from minisgl.results import Piece, RequestOutput
 from minisgl.scheduler import Committed, Stats
 from minisgl.source.hub import Report, locate
@@ -45,7 +48,7 @@ class LLM:
         self.tokenizer = Tokenizer.find(folder.path)
         model = read_model_config(folder.path)
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        self._engine: Engine | None = build_engine(self.config, folder, report)
+        self._engine: Engine | None = build_engine(self.config, folder, model, report)
         self._front = Front(
             tokenizer=self.tokenizer,
             vocab_size=model.vocab_size,
@@ -56,6 +59,8 @@ class LLM:
         )
         self._generations: dict[int, Generation] = {}  # by request key
         self._next_key = 0
+        self._stepping = False
+        self._left: list[Request] = []  # of streams that were closed in the middle of a step
         self._random = random.SystemRandom()
 
     def __enter__(self) -> Self:
@@ -116,8 +121,10 @@ class LLM:
         given = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params: Sequence[SamplingParams] = [sampling_params or SamplingParams()] * len(given)
-        else:
+        elif isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
             params = sampling_params
+        else:
+            raise ValueError(f"sampling_params must be a SamplingParams or a list of them, got {sampling_params!r:.80}")
         if len(params) != len(given):
             raise ValueError(f"{len(given)} prompts and {len(params)} sampling_params: give one, or one for each")
         generations = [self._generation(p, s, stream=False) for p, s in zip(given, params, strict=True)]
@@ -129,6 +136,8 @@ class LLM:
                 while unfinished:
                     while waiting and self._running_engine.num_waiting < most_waiting:
                         self._start(waiting.popleft())
+                    if not waiting and not self._running_engine.has_work:
+                        raise RuntimeError("the engine was interrupted, and these prompts with it")
                     for generation in self._step():
                         number = unfinished.pop(generation, None)
                         if number is not None and generation.output is not None:
@@ -137,7 +146,9 @@ class LLM:
                                 on_finished(number, generation.output)
             finally:
                 self._abandon(generations)
-        return [generation.output for generation in generations if generation.output is not None]
+        outputs = [generation.output for generation in generations if generation.output is not None]
+        assert len(outputs) == len(given)
+        return outputs
 
     def chat(
         self,
@@ -173,6 +184,8 @@ class LLM:
                     yield piece
                     if piece.finished:
                         return
+                if not self._running_engine.has_work:
+                    raise RuntimeError("the engine was interrupted, and this stream with it")
                 self._step()
         finally:
             self._abandon([generation])
@@ -207,32 +220,59 @@ class LLM:
         self._running_engine.add(generation.requests[0])
 
     def _abandon(self, generations: Sequence[Generation]) -> None:
-        """Abort those that have not ended, and step until the engine has let go of them."""
+        """Abort those that have not ended, and step until the engine has let go of them.
+
+        The garbage collector may close a stream in the middle of a step; the next one aborts it then.
+        """
         engine = self._engine
         if engine is None:
             return
-        left = [g for g in generations if g.output is None and g.request_id in self._generations]
+        left = [g for g in generations if any(r.key in self._generations for r in g.requests)]
         requests = [request for generation in left for request in generation.requests]
-        for request in requests:
-            engine.finish(request, "abort")
-        while engine.has_work and any(request.slot >= 0 or request.key in self._generations for request in requests):
-            self._step()
-        for request in requests:
-            self._generations.pop(request.key, None)
+        if self._stepping:
+            self._left += requests
+            return
+        try:
+            for request in requests:
+                engine.finish(request, "abort")
+            while engine.has_work and any(r.slot >= 0 or r.key in self._generations for r in requests):
+                self._step()
+        finally:
+            for request in requests:
+                self._generations.pop(request.key, None)
 
     def _step(self) -> list[Generation]:
-        """One engine step, its tokens handed to whom they concern; returns the generations that are complete."""
-        committed = self._running_engine.step()
+        """One engine step, its tokens handed to whom they concern; returns the generations that are complete.
+
+        An interrupt in the middle may lose text of this step, but never that a request has ended.
+        """
+        for request in self._left:
+            self._running_engine.finish(request, "abort")
+        self._left, self._stepping = [], True
+        complete: list[Generation] = []
+        try:
+            committed = self._running_engine.step()
+            try:
+                self._take_tokens(committed)
+            finally:
+                complete = self._end(committed)
+        finally:
+            self._stepping = False
+        return complete
+
+    def _take_tokens(self, committed: Committed) -> None:
         now_s = time.monotonic()
         self._take_logprobs(committed)
         for key, token in zip(committed.keys.tolist(), committed.tokens.tolist(), strict=True):
             generation = self._generations.get(key)
-            if generation is not None and generation.take_token(key, token, now_s):
-                self._running_engine.finish(next(r for r in generation.requests if r.key == key), "stop")
+            if generation is not None and (stopped := generation.take_token(key, token, now_s)):
+                self._running_engine.finish(stopped, "stop")
+
+    def _end(self, committed: Committed) -> list[Generation]:
         complete = []
         for request in committed.ended:
             if generation := self._generations.pop(request.key, None):
-                generation.end(request.key, now_s)
+                generation.end(request.key, time.monotonic())
                 if generation.output is not None:
                     complete.append(generation)
         return complete
@@ -252,8 +292,10 @@ def _as_list(prompts: str | Sequence[Prompt] | list[int]) -> list[Prompt]:
     """One prompt, as text or as token ids, becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+        raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r:.80}")
     given: list[Any] = list(prompts)
-    return [given] if given and all(isinstance(p, int) for p in given) else given
+    return [given] if given and all(isinstance(p, int | np.integer) for p in given) else given
 
 
 @contextmanager

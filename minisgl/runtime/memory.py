@@ -18,11 +18,14 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
 
 
 def step_bytes(model: ModelConfig, config: EngineConfig, dtype: torch.dtype) -> int:
-    """A bound on what the largest step holds besides weights and KV: activations of its tokens, and its logits."""
+    """An estimate of what the largest step holds besides weights and KV: its tokens' activations, and its logits'.
+
+    A logit costs up to 36 bytes where rows are sampled with filters.
+    """
     tokens = config.chunked_prefill_size + config.max_running_requests
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_size
     width = 4 * model.hidden_size + 2 * heads + 3 * model.intermediate_size
-    return tokens * width * dtype.itemsize + 4 * config.max_running_requests * model.vocab_size * 4
+    return tokens * width * dtype.itemsize + 36 * config.max_running_requests * model.vocab_size
 
 
 def count_pages(

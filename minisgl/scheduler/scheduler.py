@@ -19,7 +19,7 @@ from minisgl.scheduler.slots import Slots
 Chunk = tuple[int, int, int]  # slot, and from which of its tokens to which
 
 RETRY_STEPS = 8
-"""Matching a long prompt costs time: one that does not fit is tried again when a request leaves, or so many steps later."""
+"""A request that does not fit is tried again when another leaves, or so many steps later: matching takes time."""
 
 NO_WRITES: Int32 = np.empty((0, 3), dtype=np.int32)
 NO_WRITES.flags.writeable = False

@@ -194,7 +194,7 @@ def _without(path: Path, dropped: Collection[int]) -> IO[bytes]:
             new.writelines(line for number, line in enumerate(old) if number not in dropped)
             new.flush()
             os.fsync(new.fileno())
-        file = open(copy, "ab", buffering=0)
+        file = open(copy, "ab", buffering=0)  # noqa: SIM115  the caller's to close
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.rename(copy, place)
     except OSError as error:

@@ -5,29 +5,34 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Self
 
 import cli.run
 from cli.main import main
-from minisgl.config import SamplingParams
+from minisgl.config import EngineConfig, SamplingParams
+from minisgl.request import FinishReason
+from minisgl.results import Completion, Piece, RequestOutput, Timing, TokenLogprob
 
 
-@dataclass
-class FakePiece:
-    text: str
-    output: Any = None
+class FakeTokenizer:
+    """A token is a character."""
+
+    detokenizer = SimpleNamespace(decode=lambda tokens, _: "".join(map(chr, tokens)))
 
 
 class FakeLLM:
-    """Its `asked` holds every prompt as it came; text has one token a word."""
+    """Its `asked` holds every prompt as it came; text has one token a word, and every answer three."""
 
     def __init__(self, mode: str = "text") -> None:
         self.mode = mode
-        self.tokenizer = None if mode == "ids" else object()
+        self.tokenizer = None if mode == "ids" else FakeTokenizer()
+        self.config = EngineConfig(model="some/fake", max_running_requests=2)
+        self.model_name = "fake"
         self.asked: list[Any] = []
+        self.sampling: list[SamplingParams] = []
+        self.at_once = 0  # most prompts that were given together
 
     def __enter__(self) -> Self:
         return self
@@ -35,34 +40,100 @@ class FakeLLM:
     def __exit__(self, *_: object) -> None:
         print("closed", file=sys.stderr)
 
-    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> Any:
-        return " ".join(f"<{message['role']}> {message['content']}" for message in messages)
+    def chat_prompt(self, messages: Sequence[dict[str, str]], /, **options: Any) -> Any:
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("message 0 must be an object")
+        text = " ".join(f"<{message['role']}> {message['content']}" for message in messages)
+        return " ".join([text, *map(str, options.items())])
 
-    def generate(self, prompts: Sequence[Any], sampling: SamplingParams, *, progress: bool) -> list[Any]:
-        return [self._output(prompt) for prompt in prompts]
+    def tokenize(self, text: str) -> Any:
+        return text
 
-    def stream(self, prompt: Any, sampling: SamplingParams) -> Iterator[FakePiece]:
-        output = self._output(prompt)
+    def check(self, prompt: Any, sampling: SamplingParams) -> None:
+        if len(prompt) > 1000:
+            raise ValueError(f"the prompt has {len(prompt)} tokens; the context holds 1000")
+
+    def stats(self) -> Any:
+        return SimpleNamespace(
+            running=2, pages_free=5, pages_cached=3, pages_locked=2, prompt_tokens=8, prefix_hit_tokens=6
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        on_finished: Callable[[int, RequestOutput], None],
+    ) -> list[RequestOutput]:
+        """The last prompt is finished first."""
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        self.at_once = max(self.at_once, len(prompts))
+        outputs = [self._output(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        for number in reversed(range(len(outputs))):
+            if self.mode == "slow":
+                time.sleep(0.2)
+            if self.mode == "failing" and "fail" in prompts[number]:
+                raise ValueError("the engine says no")
+            on_finished(number, outputs[number])
+        return outputs
+
+    def stream(self, prompt: Any, sampling: SamplingParams) -> Iterator[Piece]:
+        output = self._output(prompt, sampling)
         if self.mode == "endless":
             for number in range(1_000_000):
-                yield FakePiece(f"{number}\n")
+                yield piece(f"{number}\n")
                 time.sleep(0.001)
         for word in output.text.split(" ") if self.tokenizer else ():
-            yield FakePiece(f"{word} ")
+            yield piece(f"{word} ")
         if self.mode == "broken":
             raise ValueError("the engine says no")
-        yield FakePiece("", output)
+        yield piece("", output)
 
-    def _output(self, prompt: Any) -> Any:
+    def _output(self, prompt: Any, sampling: SamplingParams) -> RequestOutput:
         self.asked.append(prompt)
+        self.sampling.append(sampling)
         words = prompt.split(" ") if isinstance(prompt, str) else prompt
-        return SimpleNamespace(
-            text=prompt.upper() if self.tokenizer else "",
+        return output(
+            (prompt if isinstance(prompt, str) else str(prompt)).upper() if self.tokenizer else "",
             prompt_token_ids=list(range(len(words))),
-            cached_tokens=1,
-            outputs=[SimpleNamespace(token_ids=[7, 8, 9])],
-            timing=SimpleNamespace(ttft_s=0.0123, decode_tokens_per_s=45.67),
+            count=sampling.n or 1,
+            logprobs=sampling.logprobs,
         )
+
+
+def piece(text: str, output: RequestOutput | None = None) -> Piece:
+    return Piece(request_id=0, index=0, text=text, token_ids=[], output=output)
+
+
+def output(
+    text: str,
+    prompt_token_ids: Sequence[int] = (1, 2),
+    count: int = 1,
+    logprobs: int | None = None,
+    finish_reason: FinishReason = "stop",
+) -> RequestOutput:
+    """A result with `count` answers of the three tokens abc."""
+    tokens = [ord(letter) for letter in "abc"]
+    scores = [TokenLogprob(token_id=t, logprob=-0.5, top=dict([(t, -0.5), (65, -1.5)][:logprobs])) for t in tokens]
+    return RequestOutput(
+        request_id=0,
+        prompt=None,
+        prompt_token_ids=list(prompt_token_ids),
+        prompt_logprobs=None,
+        cached_tokens=1,
+        outputs=[
+            Completion(
+                index=index,
+                text=text,
+                token_ids=tokens,
+                finish_reason=finish_reason,
+                stop_reason=None,
+                logprobs=None if logprobs is None else scores,
+            )
+            for index in range(count)
+        ],
+        timing=Timing(ttft_s=0.0123, total_s=0.1, decode_tokens_per_s=45.67),
+    )
 
 
 def start(mode: str) -> FakeLLM:

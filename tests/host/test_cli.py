@@ -199,7 +199,7 @@ def test_without_a_tokenizer_prompts_and_answers_are_token_ids(capsys: pytest.Ca
     answers(llm, "1 2  3")
     answers(llm, "4", "5 6")
     assert llm.asked == [[1, 2, 3], [4], [5, 6]]
-    assert capsys.readouterr().out == "7 8 9\n7 8 9\n\n7 8 9\n"
+    assert capsys.readouterr().out == "97 98 99\n97 98 99\n\n97 98 99\n"
 
 
 def test_without_a_tokenizer_text_is_refused():
@@ -212,7 +212,7 @@ def test_without_a_tokenizer_text_is_refused():
 def test_an_empty_answer_is_an_empty_line(capsys: pytest.CaptureFixture[str]):
     class Silent(FakeLLM):
         def stream(self, prompt: Any, sampling: SamplingParams) -> Any:
-            yield next(piece for piece in super().stream("", sampling) if piece.output)
+            yield next(piece for piece in super().stream("", sampling) if piece.finished)
 
     answers(Silent(), "hi")
     assert capsys.readouterr().out == "\n"

@@ -82,17 +82,33 @@ VALUES: dict[str, Any] = {
     "cuda_graph_max_bs": 0,
     "attention_backend": "reference",
     "tp": 2,
+    "n": 3,
     "max_tokens": 5,
+    "min_tokens": 2,
     "temperature": 0.25,
     "top_k": -1,
     "top_p": 0.5,
+    "min_p": 0.25,
     "seed": -3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {15043: -100.0, 5: 1},
+    "bad_words": ["a b", "c"],
     "stop": ["two words", "["],
     "stop_token_ids": [1, 2],
+    "include_stop_str_in_output": True,
     "ignore_eos": True,
+    "skip_special_tokens": False,
+    "logprobs": 0,
+    "prompt_logprobs": 3,
     "priority": -5,
     "raw": True,
     "system": "Be brief.",
+    "lines": True,
+    "json": True,
+    "input": "in.jsonl",
+    "output": "out.jsonl",
     "log_level": "debug",
 }
 """For every option a value that is not its default."""
@@ -104,7 +120,15 @@ def as_flags(name: str, value: Any) -> list[str]:
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]
+    if isinstance(value, dict):
+        return [f"--{flag}", json.dumps(value)]
     return [part for each in (value if isinstance(value, list) else [value]) for part in (f"--{flag}", str(each))]
+
+
+def as_toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f'"{key}" = {as_toml(each)}' for key, each in value.items()) + "}"
+    return json.dumps(value)
 
 
 def test_the_table_of_values_has_every_option_once():
@@ -123,14 +147,14 @@ def test_a_flag_sets_its_field(name: str, value: Any):
 def test_a_variable_sets_its_field(name: str, value: Any, monkeypatch: pytest.MonkeyPatch):
     # $MINISGL_CACHE is the folder that models are kept in
     variable = "MINISGL_KV_CACHE" if name == "cache" else f"MINISGL_{name.upper()}"
-    monkeypatch.setenv(variable, json.dumps(value) if isinstance(value, list) else str(value))
+    monkeypatch.setenv(variable, json.dumps(value) if isinstance(value, list | dict) else str(value))
     assert parse().value_of(name) == value
 
 
 @EACH
 def test_a_toml_key_sets_its_field(name: str, value: Any, tmp_path: Path):
     file = tmp_path / "some.toml"
-    file.write_text(f"{name} = {json.dumps(value)}")
+    file.write_text(f"{name} = {as_toml(value)}")
     assert parse("--config", str(file)).value_of(name) == value
 
 
@@ -174,6 +198,7 @@ def test_a_flag_of_either_spelling_wins_over_the_variable(monkeypatch: pytest.Mo
         ("--cuda-graph", "cuda_graph", True),
         ("--no-cuda-graph", "cuda_graph", False),
         ("--max-new-tokens 4", "max_tokens", 4),
+        ("-n 4", "n", 4),
         ("--max-tokens=4", "max_tokens", 4),
     ],
 )
@@ -213,7 +238,14 @@ def test_saying_the_same_twice_is_fine(flags: str, name: str, value: Any):
     [
         ("--max-model-len 32k", ["--max-model-len", "whole number", "'32k'"]),
         ("--context-length 1.5", ["--context-length", "whole number", "'1.5'"]),
-        ("--tp 0", ["--tp", "at least 1", "0"]),
+        ("--tp 0", ["--tp", "from 1 to", "0"]),
+        ("-n 0", ["-n", "from 1 to", "0"]),
+        ("-n 1 --n 2", ["--n", "1 (-n)", "2 (--n)"]),
+        ('--logit-bias {"1":101}', ["--logit-bias", "from -100 to 100", "101"]),
+        ('--logit-bias {"one":1}', ["--logit-bias", "map from token ids to numbers", "'one'"]),
+        ("--logit-bias [1]", ["--logit-bias", "map from token ids to numbers", "[1]"]),
+        ("--logit-bias 15043", ["--logit-bias", "map from token ids to numbers", "15043"]),
+        ("--logit-bias {", ["--logit-bias", "map from token ids to numbers", "'{'"]),
         ("--dtype float8", ["--dtype", "auto, float16, bfloat16 or float32", "'float8'"]),
         ("--cache=lru", ["--cache", "radix or none", "'lru'"]),
         ("--gpu-memory-utilization 90", ["--gpu-memory-utilization", "at most 1", "90"]),
@@ -264,7 +296,7 @@ def test_a_list_variable_may_be_a_single_value(monkeypatch: pytest.MonkeyPatch):
     ("variable", "text", "parts"),
     [
         ("MINISGL_TP", "two", ["MINISGL_TP", "whole number", "'two'"]),
-        ("MINISGL_OVERLAP", "maybe", ["MINISGL_OVERLAP", "true or false", "'maybe'"]),
+        ("MINISGL_MIXED_BATCH", "maybe", ["MINISGL_MIXED_BATCH", "true or false", "'maybe'"]),
         ("MINISGL_STOP", "[END]", ["MINISGL_STOP", "JSON", '["[END]"]']),
         ("MINISGL_STOP_TOKEN_IDS", '["a"]', ["MINISGL_STOP_TOKEN_IDS", "whole numbers", "['a']"]),
         ("MINISGL_KV_CACHE", "lru", ["MINISGL_KV_CACHE", "radix or none", "'lru'"]),
@@ -285,13 +317,23 @@ def test_the_tables_of_a_file_only_group_its_keys(tmp_path: Path):
     assert (parsed.sampling.seed, parsed.config.tp, parsed.config.page_size, parsed.sampling.top_k) == (1, 2, 8, 3)
 
 
+def test_a_map_is_a_table_of_a_file_under_its_own_name(tmp_path: Path):
+    file = tmp_path / "some.toml"
+    file.write_text('[sampling]\ntop_k = 3\n[sampling.logit_bias]\n5 = 1.5\n"15043" = -100\n[engine]\ntp = 2')
+    parsed = parse("--config", str(file))
+    assert parsed.sampling == SamplingParams(top_k=3, logit_bias={5: 1.5, 15043: -100})
+    assert parsed.config.tp == 2
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
         ('tp = "2"', ["tp in", "some.toml", "whole number", "'2'"]),
         ("tp = true", ["tp in", "whole number", "True"]),
         ("tp = 2.0", ["tp in", "whole number", "2.0"]),
-        ("overlap = 1", ["overlap in", "true or false", "1"]),
+        ("mixed_batch = 1", ["mixed_batch in", "true or false", "1"]),
+        ("logit_bias = 1", ["logit_bias in", "map from token ids to numbers", "1"]),
+        ("[logit_bias]\nx = 1", ["logit_bias in", "map from token ids to numbers", "'x'"]),
         ("model = 5", ["model in", "a text", "5"]),
         ("stop = [1]", ["stop in", "list of texts", "[1]"]),
         ('stop_token_ids = "1"', ["stop_token_ids in", "list of whole numbers", "'1'"]),
@@ -337,15 +379,21 @@ def test_the_help_tells_of_every_option_all_that_its_field_says(
     (dtype,) = (row for row in rows if " --dtype " in row)
     assert "Type of weights" in dtype
     assert "auto, float16, bfloat16, float32; default: auto;" in dtype
+    (mixed,) = (row for row in rows if " --mixed-batch " in row)
+    assert "default: on; off: --no-mixed-batch;" in mixed
     (overlap,) = (row for row in rows if " --overlap " in row)
-    assert "default: on; off: --no-overlap, --disable-overlap-schedule;" in overlap
+    assert "off: --no-overlap, --disable-overlap-schedule;" in overlap
+    (bias,) = (row for row in rows if " --logit-bias " in row)
+    assert " JSON " in bias
+    (n,) = (row for row in rows if " --n " in row)
+    assert "also -n;" in n
     (tp,) = (row for row in rows if " --tp " in row)
     assert "also --tensor-parallel-size, --tp-size;" in tp
     (cache,) = (row for row in rows if " --cache " in row)
     assert "none: --disable-radix-cache;" in cache
     (config,) = (row for row in rows if " --config " in row)
     assert "A flag wins over its environment variable, the variable over the file" in config
-    for panel in ("Engine", "Sampling (unset: the model's own default)", "Prompt", "Logs"):
+    for panel in ("Engine", "Sampling (unset: the model's own default)", "Prompts and answers", "Logs"):
         assert any(row.startswith(f"╭─ {panel} ─") for row in rows)
 
 

@@ -53,14 +53,14 @@ def test_sampling_that_nobody_set_is_unset():
 @BOTH
 def test_every_field_refuses_what_is_not_of_its_type_by_name(group: Any):
     for field in fields(group):
-        for wrong in (object(), {}, [None], b"x", 1j):
+        for wrong in (object(), {"x": "y"}, [None], b"x", 1j):
             assert refusal(group, **{field.name: wrong}).startswith(f"{field.name} must be ")
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tp": 0}, "tp must be at least 1, got 0"),
+        ({"tp": 0}, "tp must be from 1 to 2147483647, got 0"),
         ({"tp": True}, "tp must be a whole number, got True"),
         ({"tp": 2.0}, "tp must be a whole number, got 2.0"),
         ({"dtype": "int8"}, "dtype must be auto, float16, bfloat16 or float32, got 'int8'"),
@@ -68,15 +68,15 @@ def test_every_field_refuses_what_is_not_of_its_type_by_name(group: Any):
         ({"model": "  "}, "model must be a folder, a .gguf file, a repo id or an alias, got an empty text"),
         ({"model": 5}, "model must be a text, got 5"),
         ({"revision": 5}, "revision must be a text or unset, got 5"),
-        ({"max_model_len": 1}, "max_model_len must be at least 2, got 1"),
+        ({"max_model_len": 1}, "max_model_len must be from 2 to 2147483647, got 1"),
         ({"max_model_len": "32k"}, "max_model_len must be a whole number or unset, got '32k'"),
-        ({"page_size": 0}, "page_size must be at least 1, got 0"),
-        ({"num_pages": 0}, "num_pages must be at least 1, got 0"),
-        ({"max_running_requests": 0}, "max_running_requests must be at least 1, got 0"),
-        ({"chunked_prefill_size": 0}, "chunked_prefill_size must be at least 1, got 0"),
+        ({"page_size": 0}, "page_size must be from 1 to 2147483647, got 0"),
+        ({"num_pages": 0}, "num_pages must be from 1 to 2147483647, got 0"),
+        ({"max_running_requests": 0}, "max_running_requests must be from 1 to 65536, got 0"),
+        ({"chunked_prefill_size": 0}, "chunked_prefill_size must be from 1 to 2147483647, got 0"),
         ({"cuda_graph_max_bs": -1}, "cuda_graph_max_bs must be at least 0, got -1"),
         ({"cuda_graph": 1}, "cuda_graph must be true, false or unset, got 1"),
-        ({"overlap": "no"}, "overlap must be true or false, got 'no'"),
+        ({"overlap": "no"}, "overlap must be true, false or unset, got 'no'"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be above 0 and at most 1, got 0"),
         ({"gpu_memory_utilization": 1.01}, "gpu_memory_utilization must be above 0 and at most 1, got 1.01"),
         ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization must be a finite number, got nan"),
@@ -94,12 +94,12 @@ def test_a_wrong_engine_option_is_refused_with_what_is_allowed(values: dict[str,
         ({"temperature": -0.1}, "temperature must be from 0 to 100, got -0.1"),
         ({"temperature": float("inf")}, "temperature must be a finite number or unset, got inf"),
         ({"temperature": "0"}, "temperature must be a finite number or unset, got '0'"),
-        ({"top_k": -2}, "top_k must be at least -1, got -2"),
+        ({"top_k": -2}, "top_k must be from -1 to 2147483647, got -2"),
         ({"top_p": 0}, "top_p must be above 0 and at most 1, got 0"),
         ({"top_p": 1.1}, "top_p must be above 0 and at most 1, got 1.1"),
         ({"seed": 2**63}, f"seed must be from {-(2**63)} to {2**63 - 1}, got {2**63}"),
-        ({"stop": ""}, "stop must not be an empty text: it would end every answer at once"),
-        ({"stop": ["a", ""]}, "stop must not be an empty text: it would end every answer at once"),
+        ({"stop": ""}, "stop must not be an empty text: every answer has it"),
+        ({"stop": ["a", ""]}, "stop must not be an empty text: every answer has it"),
         ({"stop": ["a", 1]}, "stop must be a text, a list of texts or unset, got ['a', 1]"),
         ({"stop_token_ids": "12"}, "stop_token_ids must be a list of whole numbers or unset, got '12'"),
         ({"stop_token_ids": [True]}, "stop_token_ids must be a list of whole numbers or unset, got [True]"),
@@ -133,13 +133,9 @@ def test_the_values_at_the_edge_are_allowed(values: dict[str, Any]):
     assert dataclasses.asdict(SamplingParams(**values)).items() >= values.items()
 
 
-def test_stop_strings_are_a_tuple_however_stop_is_given():
-    assert [SamplingParams(stop=stop).stop_strings for stop in (None, "a", ["a", "b"], ("c",))] == [
-        (),
-        ("a",),
-        ("a", "b"),
-        ("c",),
-    ]
+def test_texts_are_a_tuple_however_they_are_given():
+    given = [SamplingParams(stop=stop).texts("stop") for stop in (None, "a", ["a", "b"], ("c",))]
+    assert given == [(), ("a",), ("a", "b"), ("c",)]
 
 
 def test_defaults_fill_only_what_is_unset():

@@ -146,12 +146,20 @@ def test_two_identical_prompts_in_one_step_keep_their_own_pages():
     assert outputs(requests) == [expected(range(16), 24)] * 3
 
 
-def test_a_request_that_fills_the_whole_pool_runs_also_after_others_shared_its_prefix():
-    engine = make_engine(num_slots=2, num_pages=8, page_size=4, context=1000, chunk_size=64)
-    assert engine.context == 32
-    requests = [make_request(0, range(14), 18), make_request(1, range(14), 18)]
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_lone_request_whose_own_copies_fill_the_pool_is_retracted_and_goes_on(page_size, overlap, mixed, monkeypatch):
+    monkeypatch.setattr(Demand, "share", 0.0)
+    pages = 40 // page_size
+    engine = make_engine(
+        overlap=overlap, mixed=mixed, num_slots=2, num_pages=pages, page_size=page_size, context=1000, chunk_size=64
+    )
+    assert engine.context == 40
+    requests = [make_request(0, range(17), 2), make_request(1, range(17), 23)]  # computed together, twice
     run(engine, requests)
-    assert outputs(requests) == [expected(range(14), 18)] * 2
+    assert outputs(requests) == [expected(range(17), 2), expected(range(17), 23)]
+    assert requests[1].retractions == 1
 
 
 def test_two_requests_that_do_not_fit_together_do_not_push_each_other_out_for_ever():
@@ -293,3 +301,125 @@ def test_a_retracted_requests_step_begins_with_all_of_its_page_table():
             index = np.sort(batch.page_writes[batch.page_writes[:, 0] == slot, 1])
             assert np.array_equal(index, np.arange(len(index)))
             assert len(index) * 4 >= batch.kv_len[batch.slots.tolist().index(slot)]
+
+
+def test_an_abort_between_launch_and_commit_lets_no_token_through():
+    engine = make_engine(num_slots=3, chunk_size=8)
+    requests = [make_request(i, range(i, i + 20), 6) for i in range(3)]
+    for r in requests:
+        engine.add(r)
+    launched = engine.scheduler.launched
+
+    def abort_the_last(batch):
+        launched(batch)
+        if batch.samples.any():
+            engine.finish(requests[2], "abort")
+
+    engine.scheduler.launched = abort_the_last
+    ended = run(engine, [])
+    assert set(ended) == set(requests) and requests[2].finish_reason == "abort" and not len(requests[2].output)
+    assert outputs(requests[:2]) == [expected(r.prompt, 6) for r in requests[:2]]
+
+
+@pytest.mark.parametrize("reason", ["abort", "stop"])
+def test_a_retracted_request_may_end_while_it_waits(reason, monkeypatch):
+    monkeypatch.setattr(Demand, "share", 0.0)
+    engine = make_engine(num_slots=2, num_pages=10, page_size=4, context=40)
+    requests = [make_request(i, range(30 * i, 30 * i + 12), 20) for i in range(2)]
+    for r in requests:
+        engine.add(r)
+    while not requests[1].retractions:
+        engine.step()
+    assert requests[1].slot < 0
+    produced = requests[1].output.tolist()
+    engine.finish(requests[1], reason)
+    assert set(run(engine, [])) == set(requests)
+    assert requests[1].output.tolist() == produced == expected(requests[1].prompt, 20)[: len(produced)]
+    assert requests[0].output.tolist() == expected(requests[0].prompt, 20)
+    assert engine.stats().pages_locked == 0
+
+
+def test_a_prompt_in_chunks_may_be_retracted_and_starts_where_its_pages_are(monkeypatch):
+    monkeypatch.setattr(Demand, "share", 0.0)
+    engine = make_engine(num_slots=2, num_pages=12, page_size=4, context=48, chunk_size=4)
+    old, new = make_request(0, range(8), 30), make_request(1, range(50, 80), 4)
+    run(engine, [old, new])
+    assert new.retractions and outputs([old, new]) == [expected(old.prompt, 30), expected(new.prompt, 4)]
+
+
+def test_cancelling_a_request_near_capacity_lets_the_next_one_in():
+    engine = make_engine(num_slots=2, num_pages=8, page_size=4, context=32)
+    large, small = make_request(0, range(30), 2), make_request(1, [3], 4)
+    engine.add(large)
+    engine.add(small)
+    engine.step()
+    engine.finish(large, "abort")
+    assert set(run(engine, [])) == {large, small}
+    assert small.output.tolist() == expected([3], 4)
+
+
+def test_a_prefix_that_was_seen_at_a_failed_admission_is_matched_again():
+    engine = make_engine(num_slots=2, num_pages=10, page_size=4, context=40)
+    run(engine, [make_request(0, range(16), 1)])  # leaves a prefix in the tree
+    holder, wants = make_request(1, range(50, 70), 16), make_request(2, range(20), 8)
+    run(engine, [holder, wants])
+    assert wants.cached_tokens in (0, 4, 8, 12)  # of 16: the holder's growth evicted some while this one waited
+    assert outputs([holder, wants]) == [expected(holder.prompt, 16), expected(range(20), 8)]
+
+
+def test_decoding_inside_a_page_evicts_nothing():
+    engine = make_engine(num_slots=1, num_pages=4, page_size=8, context=32)
+    run(engine, [make_request(0, range(17), 1)])
+    cached = engine.stats().pages_cached
+    run(engine, [make_request(1, range(50, 54), 5)])  # fits the free pages: one
+    assert cached == 2 and engine.stats().pages_cached == 3
+
+
+def test_answers_that_end_by_a_stop_string_teach_admission_too():
+    engine = make_engine(num_slots=64, num_pages=128, page_size=4, context=512, chunk_size=512)
+    requests = [make_request(i, range(8), 400) for i in range(150)]
+    for r in requests:
+        engine.add(r)
+    ended, width = [], []
+    while engine.has_work:
+        committed = engine.step()
+        ended += committed.ended
+        width.append(len(committed.keys))
+        for key in committed.keys.tolist():
+            engine.finish(requests[key], "stop")
+    assert len(ended) == 150 and max(width[-10:]) > 12
+
+
+def test_under_lpm_only_admissions_pass_a_request_over():
+    engine = make_engine(policy="lpm", num_slots=2, num_pages=16, page_size=4, context=64)
+    run(engine, [make_request(0, range(20), 1)])
+    engine.add(make_request(1, range(60, 90), 30))
+    engine.step()
+    cold, hot = make_request(2, range(30, 55), 8), make_request(3, range(20), 30)
+    engine.add(cold)
+    engine.add(hot)
+    for _ in range(25):
+        engine.step()
+    assert cold.passed_over <= 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda s: s.slots.owned.__setitem__((0, 0), not s.slots.owned[0, 0]),
+        lambda s: s.slots.table.__setitem__((0, 2), s.slots.table[0, 0]),
+        lambda s: s.pool.take(1),
+        lambda s: s.slots.in_flight.__setitem__(0, 5),
+        lambda s: s.slots.kv.__setitem__(0, 63),
+        lambda s: s.slots.active.__setitem__(0, False),
+    ],
+)
+def test_check_sees_damage(damage):
+    engine = make_engine(num_slots=1)
+    engine.add(make_request(0, range(9), 9))
+    engine.step()
+    engine.step()
+    engine.scheduler.check()
+    damage(engine.scheduler)
+    with pytest.raises(AssertionError):
+        engine.scheduler.check()

@@ -16,14 +16,16 @@ SETTINGS = {
     "chunks of 7": {"chunked_prefill_size": 7},
     "page size 1": {"page_size": 1},
     "page size 64": {"page_size": 64},
+    "overlap": {"overlap": True},
+    "overlap, chunks of 7": {"overlap": True, "chunked_prefill_size": 7},
     "overlap off": {"overlap": False},
     "separate batches": {"mixed_batch": False, "chunked_prefill_size": 50},
     "no cache": {"cache": "none"},
     "three at a time": {"max_running_requests": 3},
-    "few pages": {"num_pages": 24, "chunked_prefill_size": 16},
+    "few pages": {"num_pages": 24, "chunked_prefill_size": 16, "overlap": True},
     "few pages, no overlap, lpm": {"num_pages": 24, "overlap": False, "schedule_policy": "lpm"},
-    "few pages, separate, no cache": {"num_pages": 24, "mixed_batch": False, "cache": "none"},
-    "few pages of one token": {"num_pages": 330, "page_size": 1, "chunked_prefill_size": 40},
+    "few pages, separate, no cache": {"overlap": True, "num_pages": 24, "mixed_batch": False, "cache": "none"},
+    "few pages of one token": {"overlap": True, "num_pages": 330, "page_size": 1, "chunked_prefill_size": 40},
 }
 NEW_TOKENS = 24
 
@@ -175,6 +177,15 @@ def test_prompts_around_the_context_limit(tiny_model, limits, caplog):
         ([[5]], SamplingParams(stop="x"), "needs a tokenizer"),
         ([[5]], SamplingParams(stop_token_ids=[320]), "stop_token_ids: token id 320"),
         ([[5], [6]], [SamplingParams()], "2 prompts and 1 sampling_params"),
+        ([[5]], {"temperature": 0}, "sampling_params must be"),
+        ([[5]], [None], "sampling_params must be"),
+        ([[5]], 5, "sampling_params must be"),
+        (None, None, "prompts must be"),
+        (5, None, "prompts must be"),
+        (b"hello", None, "prompts must be"),
+        ([b"hello"], None, "a prompt must be"),
+        ([{5: 6}], None, "a prompt must be"),
+        ([1, [2]], None, "a prompt must be"),
     ],
 )
 def test_wrong_input_is_a_clear_error_and_the_engine_goes_on(llama, prompts, params, message):
@@ -182,6 +193,57 @@ def test_wrong_input_is_a_clear_error_and_the_engine_goes_on(llama, prompts, par
         llama.generate(prompts, params)
     assert llama.stats().waiting == 0
     assert llama.generate([[5]], SamplingParams(max_tokens=1))
+
+
+def test_numpy_prompts_are_token_ids(llama):
+    greedy = SamplingParams(temperature=0, max_tokens=2)
+    want = llama.generate([[3, 4]], greedy)[0].outputs
+    for prompts in (np.array([3, 4]), [np.int64(3), np.int32(4)], [np.array([3, 4])], (3, 4)):
+        assert llama.generate(prompts, greedy)[0].outputs == want
+
+
+def test_a_stream_that_the_garbage_collector_closes_within_a_step_ends_and_disturbs_nothing(llama, monkeypatch):
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    want = [p.token_ids for p in llama.stream([4, 5], greedy)]
+    dropped = [llama.stream([8, 9], greedy)]
+    next(dropped[0])
+    launch = llama._engine.runner.launch
+
+    def collect(batch):
+        dropped.clear()  # as the collector would, in the middle of a step
+        return launch(batch)
+
+    monkeypatch.setattr(llama._engine.runner, "launch", collect)
+    assert [p.token_ids for p in llama.stream([4, 5], greedy)] == want
+    assert llama.stats().running == llama.stats().pages_locked == 0 and not llama._generations
+
+
+def test_an_interrupt_between_step_and_hand_over_ends_what_ended_in_it(llama, monkeypatch):
+    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    first = llama.stream([4], greedy)
+    second = llama.stream([5], greedy)
+    next(first), next(second)
+    take = llama._take_tokens
+
+    def interrupted(committed):
+        take(committed)
+        if committed.ended:
+            monkeypatch.setattr(llama, "_take_tokens", take)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(llama, "_take_tokens", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(first)
+    assert list(second)[-1].output is not None
+    assert not llama._generations and llama.stats().pages_locked == 0
+
+
+def test_the_decode_rate_is_between_first_and_last_token(llama, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr("minisgl.llm.time.monotonic", lambda: float(next(clock)))
+    timing = llama.generate([[4, 5]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0].timing
+    steps = 4 / timing.decode_tokens_per_s
+    assert steps == int(steps) and 4 <= steps <= 8, "the clock moves once a step, and once where a request ends"
 
 
 def test_streamed_tokens_are_those_of_generate_and_leaving_aborts(llama):
@@ -276,6 +338,21 @@ def test_close_is_idempotent_and_what_comes_after_says_so(tiny_model):
 def test_what_does_not_exist_yet_is_refused_before_anything_is_fetched(options, message):
     with pytest.raises(ValueError, match=message):
         LLM("no-such-org/no-such-model", **options)
+
+
+@pytest.mark.parametrize("name", ["auto,reference,auto", ","])
+def test_more_than_two_backends_or_none_is_refused(name):
+    with pytest.raises(ValueError, match="attention_backend"):
+        LLM("no-such-org/no-such-model", attention_backend=name)
+
+
+def test_more_running_requests_than_memory_holds_is_one_line(tiny_model):
+    with pytest.raises(ValueError, match="no memory for 60000 running requests: lower --max-running-requests"):
+        LLM(_long(tiny_model), device="cpu", max_running_requests=60_000, num_pages=70_000_000, page_size=1)
+
+
+def _long(tiny_model):
+    return str(tiny_model("LlamaForCausalLM", max_position_embeddings=2**26, num_hidden_layers=1, head_dim=2))
 
 
 def test_a_context_longer_than_the_models_is_refused_with_both_numbers(tiny_model):

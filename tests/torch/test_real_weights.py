@@ -12,12 +12,12 @@ from minisgl.source.hub import locate
 
 pytestmark = pytest.mark.real_model
 
-LENGTHS = [1, 2, 3, 5, 9, 15, 16, 17, 31, 33, 63, 64, 65, 100, 128, 200, 333, 512, 1000, 2000]
+LENGTHS = [2000, 63, 64, 65, 1, 2, 3, 5, 9, 15, 16, 17, 31, 33, 100, 128, 200, 333, 512, 1000]
 NEW_TOKENS = 32
-FEW = 2176  # tokens in the pool: the longest prompt fits with its answer, the rest does not beside it
+FEW = 2176  # tokens in the pool: the longest prompt fits with two others, but not with all of their answers
 
 SELECTED = {
-    "chunks of 64, few pages": {"chunked_prefill_size": 64, "page_size": 16, "num_pages": FEW // 16},
+    "chunks of 64, few pages": {"overlap": True, "chunked_prefill_size": 64, "page_size": 16, "num_pages": FEW // 16},
     "separate, no overlap, page size 1": {"mixed_batch": False, "overlap": False, "page_size": 1},
 }
 FULL = {

@@ -171,6 +171,12 @@ def test_of_equal_logits_the_lowest_id_wins_on_every_path():
 def test_a_row_with_a_nan_is_told_apart_and_the_others_are_not_touched():
     logits = torch.zeros(3, 50)
     logits[:, 9] = 1.0
+    for row in ({"temperature": 0}, {}, {"top_p": 0.5}):
+        for value in (torch.nan, torch.inf):
+            bad = logits[:1].clone()
+            bad[0, 3] = value
+            assert sample(sampler(row), bad) == [-1]
+        assert sample(sampler(row), torch.full((1, 50), -torch.inf)) == [-1]
     logits[1, 3] = torch.nan
     assert sample(sampler({"temperature": 0}, {"top_p": 0.9}, {"temperature": 0}), logits) == [9, -1, 9]
 
