@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -54,7 +55,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
         raise ValueError("device=cuda: torch sees no CUDA device; use --device cpu, or a torch built for your driver")
     dtype = config.dtype
     if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" else "float32"
+        dtype = "bfloat16" if device == "cuda" or _cpu_multiplies_bfloat16() else "float32"
     return replace(
         config,
         device=device,
@@ -65,6 +66,15 @@ def resolve(config: EngineConfig) -> EngineConfig:
         cuda_graph_max_bs=0,
         page_size=config.page_size or DEFAULT_PAGE_SIZE,
     )
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions for it; without them bfloat16 is slower than float32."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return "amx_bf16" in flags or "avx512_bf16" in flags
 
 
 def model_length(config: EngineConfig, model: ModelConfig) -> int:
@@ -138,6 +148,7 @@ def _fill(model: Decoder, config: EngineConfig, folder: ModelFolder, report: Rep
         dummy_weights(model)
     else:
         load_weights(model, folder.path, None if report is None else partial(report, f"loading {folder.name}"))
+    model.pack()
 
 
 @contextmanager

@@ -39,9 +39,9 @@ class EngineConfig:
 
     model: Annotated[str, Doc("Local folder, .gguf file, Hugging Face repo id or alias.")] = "smollm2"
     revision: Annotated[str | None, Doc("Branch, tag or commit of a Hugging Face repo.")] = None
-    dtype: Annotated[DType, Doc("Type of weights, activations and KV; auto: bfloat16 on CUDA, float32 on CPU.")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        DType, Doc("Type of weights, activations and KV; auto: bfloat16 where the device multiplies it, else float32.")
+    ] = "auto"
     load_format: Annotated[LoadFormat, Doc("dummy: random weights, needs only config.json.")] = "auto"
     device: Annotated[Device, Doc("Where the model runs; auto: cuda if there is one.")] = "auto"
     max_model_len: Annotated[

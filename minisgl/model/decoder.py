@@ -8,7 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minisgl.attention.base import AttentionBackend
-from minisgl.model.layers import Embedding, FusedLinear, Linear, RMSNorm, silu_and_mul
+from minisgl.model.layers import (
+    Embedding,
+    FusedLinear,
+    Linear,
+    RMSNorm,
+    can_pack,
+    packed,
+    packed_linear,
+    silu_and_mul,
+)
 from minisgl.model.rope import rope_table, rotate
 from minisgl.source.model_config import ModelConfig
 
@@ -23,6 +32,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype, device) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.lm_head = None
+        self._packed_head: Tensor | None = None
         if not config.tied_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device, bias=False)
         self.cos_sin = rope_table(config.rope, config.head_size, config.max_position, device)  # [max_position, D]
@@ -40,8 +50,21 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, [S, V], for hidden states [S, E]."""
-        head = self.lm_head or self.embed_tokens
-        return F.linear(hidden, head.weight)  # [S, V]
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        if self._packed_head is not None:
+            return packed_linear(hidden, self._packed_head, None)
+        return F.linear(hidden, self.embed_tokens.weight)  # [S, V]
+
+    def pack(self) -> None:
+        """Once loaded: lay weights out for the CPU where that pays. They can't be loaded again after that."""
+        if not can_pack(self.embed_tokens.weight):
+            return
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
+        if self.lm_head is None:
+            self._packed_head = packed(self.embed_tokens.weight)  # beside the one that is looked up in
 
 
 class DecoderLayer(nn.Module):
@@ -66,7 +89,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.layer = layer
-        self.head_size = config.head_size
+        self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
         q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         self.qkv_proj = FusedLinear(
             config.hidden_size,
@@ -81,11 +104,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: Tensor, attention: AttentionBackend) -> Tensor:
         """[T, E] to [T, E]."""
-        parts = self.qkv_proj(x).split(tuple(self.qkv_proj.parts.values()), dim=-1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in parts)  # [T, H, D], [T, K, D], [T, K, D]
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [T, H + 2 K, D]
+        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos_sin), rotate(k, cos_sin)
+            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        q, k = rotate(qk, cos_sin).split((self.num_heads, self.num_kv_heads), dim=1)  # [T, H, D], [T, K, D]
         out = attention.forward(self.layer, q, k, v)  # [T, H, D]
         return self.o_proj(out.flatten(1))  # [T, E]
 

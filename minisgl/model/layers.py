@@ -14,10 +14,18 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = _unset((out_size, in_size), dtype, device)
         self.bias = _unset((out_size,), dtype, device) if bias else None
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Give up the plain weight for the layout that oneDNN computes with, once it is loaded; see `packed`."""
+        self._packed = packed(self.weight)
+        self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
-        return F.linear(x, self.weight, self.bias)
+        return (
+            F.linear(x, self.weight, self.bias) if self._packed is None else packed_linear(x, self._packed, self.bias)
+        )
 
 
 class FusedLinear(Linear):
@@ -53,6 +61,21 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension; same shape and dtype."""
         return rms_norm(x, self.weight, self.eps)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether packing pays: for bfloat16 on a CPU, where each call would lay the weight out anew."""
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+
+
+def packed(weight: Tensor) -> Tensor:
+    """A [out, in] weight in oneDNN's layout for few rows; only `packed_linear` can read it."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[T, in] to [T, out] with a weight from `packed`."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

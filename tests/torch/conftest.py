@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor
 
 from minisgl.attention.base import Step
-from minisgl.batch import Batch, Joins
+from minisgl.batch import Batch
+from minisgl.scheduler.slots import Slots
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before a kernel's module is imported
@@ -75,7 +76,6 @@ def make_step() -> Callable[[Tensor, Sequence[Row], int], tuple[Step, Tensor]]:
 def _make_step(page_table: Tensor, rows: Sequence[Row], num_decode: int) -> tuple[Step, Tensor]:
     slots, new_tokens, kv_lens = zip(*rows, strict=True)
     q_lens = [len(tokens) for tokens in new_tokens]
-    nobody = np.zeros(0, np.int32)
     batch = Batch(
         slots=np.array(slots, np.int32),
         q_len=np.array(q_lens, np.int32),
@@ -84,13 +84,7 @@ def _make_step(page_table: Tensor, rows: Sequence[Row], num_decode: int) -> tupl
         input_ids=np.array([token for tokens in new_tokens[num_decode:] for token in tokens], np.int32),
         samples=np.ones(len(rows), np.bool_),
         page_writes=np.zeros((0, 3), np.int32),
-        joins=Joins(
-            slots=nobody,
-            temperature=np.zeros(0, np.float32),
-            top_k=nobody,
-            top_p=np.zeros(0, np.float32),
-            seed=np.zeros(0, np.int64),
-        ),
+        joins=Slots(num_slots=1, context=1, page_size=1).joins([]),
     )
     device = page_table.device
     step = Step(

@@ -292,3 +292,38 @@ def test_a_failing_device_ends_followers_too(llm, monkeypatch):
 
 def test_numpy_token_ids_are_token_ids(llm):
     assert llm.generate([list(np.arange(3, 9))], params())[0].prompt_token_ids == list(range(3, 9))
+
+
+@pytest.fixture(scope="module")
+def words(tiny_model, tmp_path_factory):
+    """A tiny model with a sentencepiece-like tokenizer, whose words carry the space before them."""
+    made = tmp_path_factory.mktemp("words")
+    for file in tiny_model("LlamaForCausalLM").iterdir():
+        (made / file.name).write_bytes(file.read_bytes())
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "<end>": 3} | {f"▁w{i}": i for i in range(4, 320)}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<end>"])
+    tokenizer.save(str(made / "tokenizer.json"))
+    (made / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    return made
+
+
+def test_the_space_before_an_answers_first_word_is_kept_after_a_text_and_left_out_after_token_ids(words):
+    with LLM(str(words), dtype="float32", device="cpu") as llm:
+        prompt = "w260 w261"
+        out = llm.generate([prompt], params(max_tokens=4))[0]
+        whole = llm.detokenize(out.prompt_token_ids + out.outputs[0].token_ids)
+        assert prompt + out.text == whole and out.text.startswith(" w")
+        assert "".join(p.text for p in llm.stream(prompt, params(max_tokens=4))) == out.text
+        after_ids = llm.generate([out.prompt_token_ids], params(max_tokens=4))[0]
+        assert after_ids.text == out.text[1:]
+
+
+def test_the_tokenizers_end_of_text_ends_an_answer_too(words):
+    with LLM(str(words), dtype="float32", device="cpu") as llm:
+        out = llm.generate(["w260"], params(ignore_eos=False, logit_bias={3: 100.0}))[0].outputs[0]
+        assert (out.token_ids, out.finish_reason, out.stop_reason, out.text) == ([3], "stop", None, "")

@@ -1,5 +1,6 @@
 """`minisgl run` as its user starts it: a process of its own, with the real default model."""
 
+import json
 import os
 import pty
 import re
@@ -54,6 +55,68 @@ def test_a_system_message_reaches_the_model():
     plain = run("Who are you?", "--temperature", "0", "--max-tokens", "16").stdout
     pirate = run("Who are you?", "--system", "You are Blackbeard.", "--temperature", "0", "--max-tokens", "16").stdout
     assert plain and pirate and plain != pirate
+
+
+def test_lines_of_stdin_are_answered_in_order_as_json():
+    args = [*COMMAND, "--lines", "--json", "-n", "2", "--max-tokens", "16", "--logprobs", "1", "--temperature", "0"]
+    text = "What is the capital of France?\n\nWhat is the capital of Italy?\n"
+    done = subprocess.run(args, input=text, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0
+    france, italy = map(json.loads, done.stdout.splitlines())
+    assert france["prompt"] == "What is the capital of France?" and italy["prompt"] == "What is the capital of Italy?"
+    for result, city in ((france, "Paris"), (italy, "Rome")):
+        assert [answer["index"] for answer in result["outputs"]] == [0, 1]
+        assert all(city in answer["text"] for answer in result["outputs"])
+        assert all(len(answer["logprobs"]) == len(answer["token_ids"]) for answer in result["outputs"])
+
+
+def test_a_file_of_requests_is_finished_by_the_same_command_after_ctrl_c(tmp_path):
+    def chat(custom_id, question, **body):
+        messages = [{"role": "user", "content": question}]
+        body = {"model": "smollm2", "messages": messages, "temperature": 0, **body}
+        return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+    rows = [
+        chat("short", "What is the capital of France?", max_completion_tokens=16, logprobs=True, top_logprobs=2),
+        chat("bad", "Hello", temperature=-1),
+        chat("long", "word " * 9000),
+        *(chat(f"slow {n}", f"Count to {n}.", ignore_eos=True, max_tokens=1500) for n in range(100, 104)),
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows) + "not JSON\n")
+    args = [*COMMAND, "--input", str(source), "--output", str(target), "--max-model-len", "2048"]
+
+    process = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not (target.exists() and target.read_text().count("\n") >= 3):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert "line 8 is not JSON" in err and "the same command does the rest" in err and "Traceback" not in err
+    results = {row["custom_id"]: row for row in map(json.loads, target.read_text().splitlines())}
+    assert results.keys() == {"short", "bad", "long"}
+    assert "temperature must be" in results["bad"]["error"]["message"]
+    assert "the context holds 2048" in results["long"]["error"]["message"]
+    (choice,) = results["short"]["response"]["body"]["choices"]
+    assert choice["message"]["content"] == "The capital of France is Paris."
+    logprobs = choice["logprobs"]["content"]
+    shown = logprobs[:-1]  # the last token ended it
+    assert b"".join(bytes(entry["bytes"]) for entry in shown).decode() == choice["message"]["content"]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in logprobs)
+
+    rows[1] = chat("bad", "Say hello.", max_tokens=8)
+    rows[3:] = [chat(f"slow {n}", f"Count to {n}.", max_tokens=4) for n in range(100, 104)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with open(target, "a") as file:
+        file.write('{"id": "batch_req_0123", "custom_id": "slo')
+    done = subprocess.run(args, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1 and "5 answered, 1 failed, 1 were there already; " in done.stderr
+    after = [json.loads(line) for line in target.read_text().splitlines()]
+    assert sorted(row["custom_id"] for row in after) == sorted(row["custom_id"] for row in rows)
+    assert [row["custom_id"] for row in after if row["error"]] == ["long"]
+    assert after[0] == results["short"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -121,7 +184,8 @@ def test_in_a_terminal_the_answer_streams_and_the_bar_is_gone():
         (("word " * 9000,), 1, r"the context holds 8192"),
         (("hello", "--max-tokens", "0"), 2, r"max_tokens must be at least 1"),
         (("hello", "--temperature", "-1"), 2, r"temperature must be"),
-        ((), 2, r"Missing argument 'PROMPT"),
+        ((), 2, r"Invalid value for PROMPT: "),
+        (("--input", "./not/here"), 1, r"cannot read not/here: No such file"),
     ],
 )
 def test_wrong_input_is_one_clear_error_and_no_traceback(args, code, message):
