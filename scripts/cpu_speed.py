@@ -10,6 +10,7 @@ is the best of three runs.
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import transformers
@@ -53,7 +54,7 @@ def ours(dtype: str) -> tuple[float, float]:
 def theirs(dtype: str) -> tuple[float, float]:
     """The same in transformers."""
     folder = locate("smollm2").path
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
 
     def generate(given: list[list[int]]) -> int:
         longest = max(map(len, given))

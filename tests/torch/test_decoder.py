@@ -141,17 +141,36 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
         assert request.tokens[request.prompt_len :] == expected[request.prompt_len - 1 :].argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        (QWEN3, {"head_dim": 16}),
+        (QWEN2, {"tie_word_embeddings": True}),
+        (LLAMA, {"attention_bias": True, "mlp_bias": True}),
+    ],
+)
 def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(
-    tiny_model: Callable[..., Path], make_step: MakeStep
+    tiny_model: Callable[..., Path], make_step: MakeStep, architecture: str, changes: dict[str, Any], packed: bool
 ) -> None:
-    folder = tiny_model(QWEN3, head_dim=16)
+    folder = tiny_model(architecture, **changes)
     prompt = torch.randint(320, (60,), generator=torch.Generator().manual_seed(0))
     load = transformers.AutoModelForCausalLM.from_pretrained
     with torch.inference_mode():
         exact, theirs = (load(folder, dtype=d)(prompt[None]).logits[0] for d in (torch.float32, torch.bfloat16))
-    ours = torch.stack(generate(loaded(folder, torch.bfloat16), make_step, [prompt.tolist()], 1000, 16)[0].logits)[:60]
-    assert ours.dtype == torch.bfloat16
-    assert (ours.float() - exact).abs().mean() < 1.5 * (theirs.float() - exact).abs().mean()
+    model = loaded(folder, torch.bfloat16)
+    if packed:
+        model.pack()
+    for chunk in (1000, 1):
+        ours = torch.stack(generate(model, make_step, [prompt.tolist()], chunk, 16)[0].logits)[:60]
+        assert ours.dtype == torch.bfloat16
+        assert (ours.float() - exact).abs().mean() < 1.5 * (theirs.float() - exact).abs().mean()
+
+
+def test_packing_leaves_float32_as_it_is(tiny_model: Callable[..., Path]) -> None:
+    model = loaded(tiny_model(LLAMA))
+    model.pack()
+    assert all(p.numel() for p in model.parameters())
 
 
 def test_token_ids_may_be_32_bit(tiny_model: Callable[..., Path], make_step: MakeStep) -> None:
