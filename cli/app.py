@@ -6,6 +6,8 @@ import typer
 
 from minisgl import __version__
 
+from .doctor import doctor
+from .models import models
 from .options import command
 from .run import run
 
@@ -14,6 +16,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # `main` reports errors
 )
 command(app)(run)
+app.command()(doctor)
+app.add_typer(models, name="models")
 
 
 @app.callback(invoke_without_command=True)

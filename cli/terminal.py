@@ -92,7 +92,8 @@ class Meter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
 
     def advance(self, *outputs: "RequestOutput") -> None:
         """One more request has ended, with these results."""

@@ -1,6 +1,7 @@
 """The `minisgl` command as a process: output, exit codes, signals; and `run` on an LLM without a model."""
 
 import io
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from fake_llm import FakeLLM
 from rich.console import Console
 
 from cli.run import PromptConfig, answer
-from cli.terminal import progress
+from cli.terminal import Meter, progress
 from minisgl import __version__
 from minisgl.config import SamplingParams
 
@@ -71,6 +72,9 @@ def test_help_and_refusals_import_nothing_heavy(arguments: list[str]):
     [
         ([], "PROMPT"),
         (["hi", "there", ""], "prompt 3 is empty"),
+        (["-"], "prompt 1 is empty"),
+        (["--lines"], "stdin has no prompt"),
+        (["hi", "--lines"], "lines is for prompts from stdin"),
         (["hi", "--temprature", "1"], "--temperature"),
         (["hi", "--tp", "x"], "--tp: tp must be a whole number, got 'x'"),
         (["hi", "--raw", "--system", "x"], "--system"),
@@ -164,14 +168,90 @@ def test_a_reader_that_never_reads_is_no_error():
     assert result.stderr == b""
 
 
+# Prompts from stdin
+
+
+def piped(text: bytes, *arguments: str) -> tuple[int, str]:
+    """Exit code and stdout of `run --raw` on the fake LLM, which answers in capitals."""
+    command = [*fake("text"), "run", "--raw", *arguments]
+    done = subprocess.run(command, env=ENVIRONMENT, input=text, capture_output=True, check=False, timeout=60)
+    return done.returncode, done.stdout.decode()
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "out"),
+    [
+        (b"two\nlines\n", (), "TWO\nLINES \n"),
+        (b"one\r\n", ("-",), "ONE \n"),
+        (b"one\n\n  \ntwo\r\nthree", ("--lines",), "ONE\n\nTWO\n\nTHREE\n"),
+        (b"b\nc\n", ("a", "-", "d", "--lines"), "A\n\nB\n\nC\n\nD\n"),
+        (b"not read", ("a",), "A \n"),
+        ("a\u2028b\n".encode(), ("--lines",), "A\u2028B \n"),
+    ],
+)
+def test_prompts_come_from_stdin_whole_or_line_by_line(text: bytes, arguments: tuple[str, ...], out: str):
+    assert piped(text, *arguments) == (0, out)
+
+
+def test_stdin_that_is_no_text_is_wrong_usage():
+    assert piped(b"\xff") == (2, "")
+
+
+def test_a_closed_stdin_is_no_prompt():
+    command = f"exec {sys.executable} -c 'import sys; from cli.main import main; sys.exit(main())' run <&-"
+    done = subprocess.run(["sh", "-c", command], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "give one, or - to read it from stdin" in done.stderr
+
+
 # `run` itself
 
 
-def answers(llm: FakeLLM, *prompts: str, **form: Any) -> str:
+def answers(llm: FakeLLM, *prompts: str, n: int | None = None, **form: Any) -> str:
     """What is said beside the answers, which go to stdout."""
     said = io.StringIO()
-    answer(llm, prompts, PromptConfig(**form), SamplingParams(), Console(file=said))  # type: ignore[arg-type]
+    answer(llm, prompts, PromptConfig(**form), SamplingParams(n=n), Console(file=said))  # type: ignore[arg-type]
     return said.getvalue()
+
+
+def test_several_answers_to_a_prompt_have_a_line_above_each(capsys: pytest.CaptureFixture[str]):
+    said = answers(FakeLLM(), "a", "b", n=2, raw=True)
+    first, second = "--- answer 1 of 2\n", "--- answer 2 of 2\n"
+    assert capsys.readouterr().out == f"{first}A\n{second}A\n\n{first}B\n{second}B\n"
+    assert "out 12, " in said
+
+
+def test_json_is_a_line_for_each_prompt_in_their_order(capsys: pytest.CaptureFixture[str]):
+    answers(FakeLLM(), "a", "ü", json=True)
+    answers(FakeLLM(), "alone", json=True, n=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["a", "ü", "alone"]
+    result = json.loads(lines[2])
+    assert result.keys() == {
+        *("request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "cached_tokens", "outputs", "timing")
+    }
+    assert result["outputs"][1] == {
+        "index": 1,
+        "text": "<USER> ALONE",
+        "token_ids": [97, 98, 99],
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "logprobs": None,
+    }
+
+
+def test_an_answer_is_printed_as_soon_as_those_before_it_are(capsys: pytest.CaptureFixture[str]):
+    printed: list[str] = []
+
+    class Watching(FakeLLM):
+        def generate(self, prompts: Any, sampling: Any, *, on_finished: Any) -> Any:
+            outputs = [self._output(prompt, sampling) for prompt in prompts]
+            for number in (1, 0, 2):
+                on_finished(number, outputs[number])
+                printed.append(capsys.readouterr().out)
+            return outputs
+
+    answers(Watching(), "a", "b", "c", raw=True)
+    assert printed == ["", "A\n\nB\n", "\nC\n"]
 
 
 def test_one_answer_streams_and_a_closing_line_tells_what_it_cost(capsys: pytest.CaptureFixture[str]):
@@ -237,6 +317,30 @@ def test_progress_on_a_terminal_is_a_bar_that_goes_away():
         report("download [a]", 2, 4)
     assert "download [a]" in said.getvalue() and "50%" in said.getvalue()
     assert said.getvalue().endswith("\x1b[1A\x1b[2K")  # up one line, and that line cleared
+
+
+def test_the_meter_tells_how_far_it_is_and_how_the_engine_fares(monkeypatch: pytest.MonkeyPatch):
+    said = io.StringIO()
+    monkeypatch.setattr("time.monotonic", iter(range(0, 1000, 100)).__next__)  # always time for a line
+    llm = FakeLLM()
+    with Meter(Console(file=said, width=20), 4, llm.stats) as meter:
+        meter.advance(llm._output("a b", SamplingParams()))
+        meter.advance()
+    first, second = said.getvalue().splitlines()
+    assert first.startswith("1/4 requests, ") and second.startswith("2/4 requests, ")
+    assert first.endswith(" tok/s, 2 running, KV 20%, cache hits 75%")
+    assert (meter.tokens_in, meter.tokens_cached, meter.tokens_out) == (2, 1, 3)
+
+
+def test_the_meter_is_a_bar_that_makes_room_for_answers_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    said = io.StringIO()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with Meter(Console(file=said, width=80, force_terminal=True), 4, FakeLLM().stats) as meter:
+        assert "0/4 requests" in said.getvalue()
+        with meter.paused():
+            assert said.getvalue().endswith("\x1b[1A\x1b[2K")  # up one line, and that line cleared
+        assert not said.getvalue().endswith("\x1b[1A\x1b[2K")
+    assert said.getvalue().endswith("\x1b[1A\x1b[2K")
 
 
 def test_the_log_level_holds_for_minisgl_and_spares_the_other_libraries():

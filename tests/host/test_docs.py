@@ -1,14 +1,17 @@
 """What the documents say is true: commands parse, links lead somewhere, Python compiles."""
 
+import io
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_llm import FakeLLM
 
 from cli.app import app
+from minisgl.source.hub import ModelFolder
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -57,10 +60,16 @@ def test_the_readme_shows_commands():
 
 @pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_the_real_parser_takes_a_documented_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    # The documented options.toml is there; nothing behind the parser runs.
-    (options,) = blocks((ROOT / "README.md").read_text(), "toml")
-    (tmp_path / "options.toml").write_text(options)
+    # The documented files are there; nothing behind the parser runs.
+    for name, language in (("options.toml", "toml"), ("requests.jsonl", "jsonl")):
+        (text,) = blocks((ROOT / "README.md").read_text(), language)
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a question")))
+    monkeypatch.setattr("cli.doctor.examine", lambda: [])
+    monkeypatch.setattr("minisgl.source.hub.locate", lambda name, *_, **__: ModelFolder(tmp_path, name, {}))
+    monkeypatch.setattr("cli.models.cached_models", lambda: [])
+    monkeypatch.setattr("cli.models.find_cached", lambda _: SimpleNamespace(size_bytes=1, remove=lambda: None))
     monkeypatch.setattr("cli.run.start", lambda *_: FakeLLM())
     monkeypatch.setattr("cli.run.start_logging", lambda *_: None)
     assert app(shlex.split(command), standalone_mode=False) in (None, 0)
