@@ -3,6 +3,7 @@
 The app is imported inside `main`, so that Ctrl-C is quiet from the first moment.
 """
 
+import io
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     for number in SIGNALS:
         signal.signal(number, _stop)
+    _open_streams()
     try:
         from .app import app
 
@@ -29,6 +31,16 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         _release_signals()
         _flush_output()
+
+
+def _open_streams() -> None:
+    """Make do with streams that are closed (`minisgl … >&-`) or whose encoding lacks a character."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  it stays open as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _stop(number: int, _: FrameType | None) -> NoReturn:

@@ -127,6 +127,9 @@ def answer(llm: "LLM", prompts: Sequence[str], form: PromptConfig, sampling: Sam
     else:
         outputs = _answer_all(llm, prompts, inputs, form, sampling, console)
     console.print(_cost(outputs, time.perf_counter() - began), style="dim", highlight=False, soft_wrap=True)
+    answers = [completion for output in outputs for completion in output.outputs]
+    if failed := sum(completion.finish_reason == "error" for completion in answers):
+        raise ValueError(f"{failed} of {len(answers)} answers ended early: the model's scores were not finite numbers")
 
 
 def _answer_all(

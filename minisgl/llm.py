@@ -95,7 +95,7 @@ class LLM:
         """The text of token ids."""
         return self._front.need_tokenizer("detokenize").decode(token_ids, skip_special_tokens)
 
-    def chat_prompt(self, messages: Sequence[Message], **options: Any) -> list[int]:
+    def chat_prompt(self, messages: Sequence[Message], /, **options: Any) -> list[int]:
         """The token ids of a conversation under the model's chat template, ready for the answer.
 
         `options` go to the template: `add_generation_prompt`, `continue_final_message`, `tools`, and its own.

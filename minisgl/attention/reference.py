@@ -28,7 +28,7 @@ def supports(
 class _Decodes:
     """Decode rows of similar length, attended to together."""
 
-    rows: Tensor  # [N] int64, rows of the batch and thereby query tokens
+    rows: Tensor | None  # [N] int64, rows of the batch and thereby query tokens; None: all of them, in order
     entries: Tensor  # [N * L] int64, cache entries of each row, padded to the longest with the row's own first
     mask: Tensor | None  # [N, 1, 1, L], 0 or -inf at padding; None where there is no padding
 
@@ -70,6 +70,7 @@ class ReferenceAttention:
     ) -> None:
         """`scale` multiplies the scores; None is 1 / sqrt(head_size)."""
         self.kv = torch.empty(num_layers, 2, num_pages, page_size, num_kv_heads, head_size, dtype=dtype, device=device)
+        self._entries_of = [(keys, values) for keys, values in self.kv.flatten(2, 3)]  # [P * page_size, K, D] each
         self.scale = scale
         self._plan: _Plan | None = None
         self._gathered = self.kv.new_empty(2, 0, num_kv_heads, head_size)  # reused by every layer and step
@@ -93,12 +94,15 @@ class ReferenceAttention:
         """
         plan = self._plan
         assert plan is not None, "plan() comes before forward()"
-        cache = self.kv[layer].flatten(1, 2)  # [2, P * page_size, K, D]
+        cache = self._entries_of[layer]
         cache[0].index_copy_(0, plan.written, k)
         cache[1].index_copy_(0, plan.written, v)
 
+        if plan.decodes and plan.decodes[0].rows is None:
+            return self._decode(plan.decodes[0], q, cache)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
         for group in plan.decodes:
+            assert group.rows is not None
             out.index_copy_(0, group.rows, self._decode(group, q[group.rows], cache))
         for row in plan.prefills:
             tokens = slice(row.start, row.stop)
@@ -119,7 +123,8 @@ class ReferenceAttention:
                 padding = torch.arange(longest, device=self.kv.device) >= step.kv_len[rows, None]  # [N, L]
                 entries = torch.where(padding, entries[:, :1], entries)
                 mask = torch.zeros_like(padding, dtype=self.kv.dtype).masked_fill_(padding, -torch.inf)[:, None, None]
-            yield _Decodes(rows, entries.flatten(), mask)
+            whole = len(rows) == len(step.positions) and bool((np.diff(group) == 1).all())
+            yield _Decodes(None if whole else rows, entries.flatten(), mask)
 
     def _plan_prefills(self, step: Step) -> Iterator[_Prefill]:
         batch = step.batch
@@ -138,7 +143,7 @@ class ReferenceAttention:
         offsets = torch.arange(page_size, device=self.kv.device)
         return (pages[:, :, None] * page_size + offsets).flatten(1)[:, :length]
 
-    def _gather(self, cache: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(self, cache: tuple[Tensor, Tensor], entries: Tensor) -> tuple[Tensor, Tensor]:
         """Copy keys and values out of the pages, [len(entries), K, D] each, valid until the next gather."""
         keys, values = self._gathered[:, : len(entries)]
         return (
@@ -146,9 +151,9 @@ class ReferenceAttention:
             torch.index_select(cache[1], 0, entries, out=values),
         )
 
-    def _decode(self, group: _Decodes, q: Tensor, cache: Tensor) -> Tensor:
+    def _decode(self, group: _Decodes, q: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
         """One query token a row: [N, H, D] to [N, H, D]. The H / K query heads of a key head are its queries."""
-        n, num_kv_heads = len(q), cache.shape[2]
+        n, num_kv_heads = len(q), cache[0].shape[1]
         k, v = (
             gathered.unflatten(0, (n, -1)).transpose(1, 2)  # [N, K, L, D]
             for gathered in self._gather(cache, group.entries)

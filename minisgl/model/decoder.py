@@ -18,7 +18,7 @@ from minisgl.model.layers import (
     packed_linear,
     silu_and_mul,
 )
-from minisgl.model.rope import rope_table, rotate
+from minisgl.model.rope import rope_table, rotate, rotation
 from minisgl.source.model_config import ModelConfig
 
 
@@ -42,7 +42,7 @@ class Decoder(nn.Module):
 
         input_ids is [T] int32 or int64, positions [T] int64.
         """
-        cos_sin = self.cos_sin[positions]  # [T, D]
+        cos_sin = rotation(self.cos_sin[positions])
         x = self.embed_tokens(input_ids)  # [T, E]
         for layer in self.layers:
             x = layer(x, cos_sin, attention)  # [T, E]
@@ -77,7 +77,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.mlp = MLP(config, dtype, device)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
         """[T, E] to [T, E]."""
         x = x + self.self_attn(self.input_layernorm(x), cos_sin, attention)  # [T, E]
         return x + self.mlp(self.post_attention_layernorm(x))  # [T, E]
@@ -102,14 +102,15 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_size, config.norm_eps, dtype, device) if config.qk_norm else None
         self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
         """[T, E] to [T, E]."""
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_size))  # [T, H + 2 K, D]
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        heads = self.qkv_proj(x).view(len(x), -1, self.head_size)  # [T, H + 2 K, D]
+        qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
+            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = rotate(qk, cos_sin).split((self.num_heads, self.num_kv_heads), dim=1)  # [T, H, D], [T, K, D]
+        qk = rotate(qk, cos_sin)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]  # [T, H, D], [T, K, D]
         out = attention.forward(self.layer, q, k, v)  # [T, H, D]
         return self.o_proj(out.flatten(1))  # [T, E]
 

@@ -80,15 +80,13 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise in float32, round to x's dtype, then multiply by the weight: the order that models are trained with."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return F.rms_norm(x, weight.shape, None, eps) * weight  # without a weight it computes in float32, and rounds last
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """SwiGLU (Shazeer, arXiv:2002.05202): silu of the left half times the right half, [T, 2 F] to [T, F]."""
-    gate, up = gate_up.chunk(2, dim=-1)  # [T, F] each
-    return F.silu(gate) * up
+    half = gate_up.shape[-1] // 2
+    return F.silu(gate_up[..., :half]) * gate_up[..., half:]
 
 
 def _unset(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -15,14 +15,17 @@ def rope_table(rope: RopeConfig, head_size: int, max_position: int, device: torc
     return (table * attention_factor(rope)).to(device)
 
 
-def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its position's angle, in float32.
+def rotation(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """What `rotate` multiplies by, from rows [T, D] of `rope_table`: two of [T, 1, D] float32."""
+    cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D/2] each
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
-    x is [T, heads, D], cos_sin [T, D] are rows of `rope_table`; returns x's shape and dtype.
-    """
-    cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D/2] each
-    first, second = x.float().chunk(2, dim=-1)  # [T, heads, D/2] each
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) by its position's angle, in float32; x is [T, heads, D] of any dtype."""
+    cos, sin = cos_sin
+    wide = x.float()
+    return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> Tensor:

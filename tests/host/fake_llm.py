@@ -98,6 +98,7 @@ class FakeLLM:
             prompt_token_ids=list(range(len(words))),
             count=sampling.n or 1,
             logprobs=sampling.logprobs,
+            finish_reason="error" if self.mode == "nan" else "stop",
         )
 
 

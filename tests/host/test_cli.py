@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -148,6 +149,29 @@ def test_a_signal_at_the_very_start_ends_it_without_a_traceback():
         "sys.exit(main())"
     )
     assert minisgl(sys.executable, "-c", script, "--help") == (130, "", "")
+
+
+@pytest.mark.parametrize("arguments", [("run", "hi"), ("run", "hi", "ho"), ("run", "hi", "--json")])
+def test_an_answer_that_the_model_could_not_give_is_an_error(arguments: tuple[str, ...]):
+    code, _, err = minisgl(*fake("nan"), *arguments)
+    assert code == 1
+    assert err.splitlines()[-2:] == [
+        "closed",
+        f"Error: {len(arguments) - 1 - ('--json' in arguments)} of {len(arguments) - 1 - ('--json' in arguments)} "
+        "answers ended early: the model's scores were not finite numbers",
+    ]
+
+
+@pytest.mark.parametrize("arguments", ["--version", "--help", "run hi"])
+def test_closed_streams_are_no_fault(arguments: str):
+    for closed in (">&-", "2>&-"):
+        command = f"{' '.join(map(shlex.quote, fake('text')))} {arguments} {closed}"
+        result = subprocess.run(["bash", "-c", command], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+        assert result.returncode == 0 and "Traceback" not in result.stdout + result.stderr
+
+
+def test_a_character_that_the_terminal_lacks_is_replaced():
+    assert minisgl(*fake("text"), "run", "é", PYTHONIOENCODING="ascii")[:2] == (0, "? \n")
 
 
 def test_a_reader_that_leaves_early_is_no_error():
