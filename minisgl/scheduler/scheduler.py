@@ -125,6 +125,7 @@ class Scheduler:
         self.in_flight: deque[Batch] = deque()  # launched and not yet committed
         self._prefilling: dict[int, None] = {}  # slots with prompt tokens left to launch, in order of admission
         self._demand = Demand()
+        self._no_joins = self.slots.joins([])
         self._blocked_until = 0  # the step at which to try again to admit the next request that did not fit
 
     # Requests
@@ -392,7 +393,7 @@ class Scheduler:
             input_ids=np.concatenate([NO_TOKENS, *(slots.tokens[s, a:b] for s, a, b in chunks)]),
             samples=np.concatenate([np.ones(len(decode), np.bool_), last]),
             page_writes=np.concatenate([writes, *(slots.row_writes(s) for s in joined)]),
-            joins=slots.joins(joined),
+            joins=slots.joins(joined) if joined else self._no_joins,
         )
 
     # What it knows of itself

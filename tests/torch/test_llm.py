@@ -219,7 +219,7 @@ def test_a_stream_that_the_garbage_collector_closes_within_a_step_ends_and_distu
 
 
 def test_an_interrupt_between_step_and_hand_over_ends_what_ended_in_it(llama, monkeypatch):
-    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     first = llama.stream([4], greedy)
     second = llama.stream([5], greedy)
     next(first), next(second)
