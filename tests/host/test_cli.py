@@ -171,7 +171,7 @@ def test_closed_streams_are_no_fault(arguments: str):
 
 
 def test_a_character_that_the_terminal_lacks_is_replaced():
-    assert minisgl(*fake("text"), "run", "é", PYTHONIOENCODING="ascii")[:2] == (0, "? \n")
+    assert minisgl(*fake("text"), "run", "--raw", "é", PYTHONIOENCODING="ascii")[:2] == (0, "? \n")
 
 
 def test_a_reader_that_leaves_early_is_no_error():

@@ -156,7 +156,7 @@ def test_prompts_around_the_context_limit(tiny_model, limits, caplog):
     with LLM(str(tiny_model("LlamaForCausalLM")), device="cpu", page_size=16, **limits) as llm:
         assert llm.max_model_len == 64
         greedy = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.INFO, logger="minisgl"):
             assert len(llm.generate([[5] * 63], greedy)[0].outputs[0].token_ids) == 1
         assert "max_tokens 10 cut to 1" in caplog.text
         for length in (64, 65, 640):
