@@ -1,6 +1,14 @@
 """What all tests share: the markers' meaning, in one place."""
 
+import ctypes
+import os
+
 import pytest
+
+try:
+    ctypes.CDLL("libcuda.so.1")
+except OSError:  # no driver, no GPU: Triton's kernels are interpreted, which must be said before any is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

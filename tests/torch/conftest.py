@@ -1,7 +1,6 @@
 """Tiny random checkpoints, and steps for the model and the attention backend without an engine."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,6 @@ from torch import Tensor
 from minisgl.attention.base import Step
 from minisgl.batch import Batch
 from minisgl.scheduler.slots import Slots
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before a kernel's module is imported
 
 Row = tuple[int, Sequence[int], int]
 
