@@ -19,9 +19,7 @@ from minisgl.config import check_types
 if TYPE_CHECKING:
     from minisgl.results import RequestOutput
     from minisgl.scheduler import Stats
-
-Report = Callable[[str, float, float | None], None]
-"""`report(what, done, total)`: `done` of `total` is finished, in any unit; a total of None is unknown."""
+    from minisgl.source.cache_folder import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,7 @@ def start_logging(console: Console, logs: LogConfig) -> None:
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Report]:
+def progress(console: Console) -> Iterator["Report"]:
     """Show what is reported: as bars, gone when done, on a terminal; elsewhere one line as each thing begins."""
     if not console.is_terminal:
         begun: set[str] = set()

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from minisgl.attention.reference import ReferenceAttention, supports
 from minisgl.config import EngineConfig
 from minisgl.engine import Engine
+from minisgl.host import cpu_flags
 from minisgl.model.decoder import Decoder
 from minisgl.model.weights import dummy_weights, load_weights
 from minisgl.request import context_limit
@@ -70,11 +70,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
 
 def _cpu_multiplies_bfloat16() -> bool:
     """Whether the CPU has instructions for it; without them bfloat16 is slower than float32."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-    return "amx_bf16" in flags or "avx512_bf16" in flags
+    return not cpu_flags().isdisjoint({"amx_bf16", "avx512_bf16"})
 
 
 def model_length(config: EngineConfig, model: ModelConfig) -> int:

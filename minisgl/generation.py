@@ -70,14 +70,16 @@ class Front:
             self.need_tokenizer("a stop string")
         seed = seed if params.seed is None else params.seed
         own_stops = () if params.ignore_eos else self.eos_ids
+        tokens = np.array(ids, dtype=np.int32)
+        bad_words = self._bad_words(params.texts("bad_words"))
         requests = [
             Request(
                 key=key + index,
-                prompt=np.array(ids, dtype=np.int32),
+                prompt=tokens,
                 max_tokens=room,
                 sampling=params,
                 stop_ids=tuple({*(params.stop_token_ids or ()), *own_stops}),
-                bad_words=self._bad_words(params.texts("bad_words")),
+                bad_words=bad_words,
                 seed=derived_seed(seed, index),
                 arrival_s=0.0,
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from minisgl import __version__
+from minisgl import __version__, host
 from minisgl.bench import machine
 from minisgl.bench.machine import Nvidia, Torch
 from minisgl.source.cache_folder import cache_folder
@@ -47,7 +47,7 @@ def examine() -> Iterator[Finding]:
         torch = answer.result()
     yield from packages(torch)
     yield Finding("ok", "CPU", f"{machine.cpu_model()}, {machine.cores():g} cores, {' '.join(machine.cpu_features())}")
-    memory = machine.memory()
+    memory = host.memory()
     status = "ok" if memory.free_bytes > GB else "warn"
     yield Finding(status, "memory", f"{memory.free_bytes / GB:.1f} of {memory.limit_bytes / GB:.1f} GB are free")
     yield from gpus(nvidia, torch)

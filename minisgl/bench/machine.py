@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
+from minisgl.host import cpu_field, cpu_flags, read
+
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 """What makes matrix products fast, by the kernel's names: x86's first, then Arm's."""
 
@@ -61,14 +63,6 @@ class Nvidia:
     driver: str
     cuda: str  # the newest CUDA that the driver takes, like 13.0
     gpus: list[Gpu]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Host memory in bytes, within what a cgroup allows."""
-
-    free_bytes: int
-    limit_bytes: int
 
 
 def installed(package: str) -> str | None:
@@ -164,46 +158,17 @@ def nvcc_version(which: Callable[[str], str | None] = shutil.which) -> str | Non
 
 def cpu_model(root: Path = Path("/")) -> str:
     """The processor's name; on Arm, where the kernel has none, its architecture."""
-    return _cpu_field(root, "model name") or os.uname().machine
+    return cpu_field("model name", root) or os.uname().machine
 
 
 def cpu_features(root: Path = Path("/")) -> list[str]:
     """Those of CPU_FEATURES that the processor has."""
-    flags = set((_cpu_field(root, "flags") or _cpu_field(root, "Features")).split())
+    flags = cpu_flags(root)
     return [name for name in CPU_FEATURES if name in flags]
-
-
-def _cpu_field(root: Path, name: str) -> str:
-    for line in _read(root / "proc/cpuinfo").splitlines():
-        field, _, value = line.partition(":")
-        if field.strip() == name:
-            return value.strip()
-    return ""
 
 
 def cores(root: Path = Path("/")) -> float:
     """Processors that this process may use: its affinity, and less where a cgroup says so."""
-    quota, _, period = _read(root / "sys/fs/cgroup/cpu.max").partition(" ")
+    quota, _, period = read(root / "sys/fs/cgroup/cpu.max").partition(" ")
     allowed = float(len(os.sched_getaffinity(0)))
     return min(allowed, int(quota) / int(period)) if quota.isdigit() and period.isdigit() else allowed
-
-
-def memory(root: Path = Path("/")) -> Memory:
-    """What this process may still take, and have in all: the system's, and less where its cgroup says so."""
-    fields = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
-    free, limit = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
-    for most, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        bound, taken = (_read(root / "sys/fs/cgroup" / name) for name in (most, used))
-        if bound.isdigit() and taken.isdigit():
-            limit, free = min(limit, int(bound)), min(free, max(0, int(bound) - int(taken)))
-    return Memory(free_bytes=free, limit_bytes=limit)
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -7,9 +7,8 @@ import heapq
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int32 = NDArray[np.int32]
+from minisgl.cache.pages import Int32
 
 
 class Node:

@@ -1,10 +1,9 @@
 """How many KV pages fit."""
 
-from pathlib import Path
-
 import torch
 
 from minisgl.config import EngineConfig
+from minisgl.host import memory
 from minisgl.source.model_config import ModelConfig
 
 GIB = 2**30
@@ -44,7 +43,7 @@ def count_pages(
         room = int(total * config.gpu_memory_utilization) - (total - free) - step_bytes(model, config, dtype)
         way_out = "raise --gpu-memory-utilization, or lower --chunked-prefill-size or --max-running-requests"
     else:
-        room = min(CPU_POOL_BYTES, int(CPU_SHARE * available_bytes()))
+        room = min(CPU_POOL_BYTES, int(CPU_SHARE * memory().free_bytes))
         way_out = "free some memory, or set --num-pages yourself"
     size = page_bytes(model, page_size, dtype)
     full = config.max_running_requests * -(-model_len // page_size)
@@ -55,43 +54,3 @@ def count_pages(
             f"all of them on {device.type}: {way_out}"
         )
     return pages
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Host memory that this process may still take: the system's, and less where a cgroup says so."""
-    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines() if ":" in line)
-    room = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, used, stat in _cgroups(root):
-        if limit.isdigit():  # version 2 says "max" where there is none
-            cache = next((int(n) for k, n in stat if k in ("inactive_file", "total_inactive_file")), 0)
-            room = min(room, int(limit) - (int(used) - cache))
-    return max(room, 0)
-
-
-def _cgroups(root: Path) -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """(limit, used, statistics) of this process's memory cgroup and those around it, versions 1 and 2."""
-    found = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        else:
-            continue
-        inner = base / path.lstrip("/")
-        for folder in [inner, *inner.parents]:
-            limit, used = _read(folder / names[0]), _read(folder / names[1])
-            if limit and used:
-                stat = [(k, n) for k, n in (s.split() for s in _read(folder / "memory.stat").splitlines())]
-                found.append((limit, used, stat))
-            if folder == base:
-                break
-    return found
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl import __version__
+from minisgl import __version__, host
 from minisgl.bench import doctor, machine
 from minisgl.bench.doctor import Finding
 from minisgl.bench.machine import Gpu, Nvidia, Torch
@@ -171,9 +171,9 @@ def test_cores_are_those_that_this_process_may_use(tmp_path: Path):
 
 def test_memory_is_what_a_cgroup_leaves_of_it(tmp_path: Path):
     root = files(tmp_path, proc__meminfo="MemTotal: 1000 kB\nMemAvailable: 600 kB\n")
-    assert machine.memory(root) == machine.Memory(free_bytes=600 * 1024, limit_bytes=1000 * 1024)
+    assert host.memory(root) == host.Memory(free_bytes=600 * 1024, limit_bytes=1000 * 1024)
     files(root, **{"sys__fs__cgroup__memory.max": "5000", "sys__fs__cgroup__memory.current": "2000"})
-    assert machine.memory(root) == machine.Memory(free_bytes=3000, limit_bytes=5000)
+    assert host.memory(root) == host.Memory(free_bytes=3000, limit_bytes=5000)
 
 
 def test_nvcc_is_asked_for_its_release(tmp_path: Path):

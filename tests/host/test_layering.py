@@ -13,29 +13,30 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
     "cli": {"minisgl", "llm", "results", "scheduler", "server", "bench", "source", "config"},
     "server": {"llm", "results", "config"},
-    "bench": {"minisgl", "source"},
+    "bench": {"minisgl", "source", "host"},
     "llm": {"build", "engine", "scheduler", "generation", "results", "request", "tokenizer", "source", "config"},
     "generation": {"request", "results", "batch", "tokenizer", "config"},
     "results": {"request"},
-    "build": {"engine", "scheduler", "runtime", "model", "attention", "source", "request", "batch", "config"},
+    "build": {"engine", "scheduler", "runtime", "model", "attention", "source", "request", "batch", "host", "config"},
     "engine": {"scheduler", "request", "batch", "config"},
     "scheduler": {"cache", "request", "batch", "config"},
     "cache": {"config"},
     "request": {"config"},
     "batch": {"config"},
-    "runtime": {"model", "attention", "kernels", "source", "batch", "config"},
+    "runtime": {"model", "attention", "kernels", "source", "batch", "host", "config"},
     "kernels": set(),
     "attention": {"batch", "config"},
     "model": {"attention", "source", "batch", "config"},
     "source": {"config"},
     "tokenizer": set(),
+    "host": set(),
     "config": set(),
 }
 """Each part, and what of minisgl it may import; itself it always may. A new part needs a row."""
 
 WITHOUT_TORCH = (
     *("minisgl", "cli", "server", "bench", "generation", "results", "engine", "scheduler", "cache"),
-    *("request", "batch", "source", "tokenizer", "config"),
+    *("request", "batch", "source", "tokenizer", "host", "config"),
 )
 
 WRAPPED = {"triton": {"attention", "kernels"}, "flashinfer": {"attention", "kernels"}, "flash_attn": {"attention"}}

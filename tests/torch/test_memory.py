@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from minisgl.config import EngineConfig
-from minisgl.runtime.memory import available_bytes, count_pages, page_bytes
+from minisgl.host import Memory, memory
+from minisgl.runtime.memory import count_pages, page_bytes
 from minisgl.source.model_config import ModelConfig, RopeConfig
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def test_a_page_holds_keys_and_values_of_all_layers():
 
 
 def test_without_a_cgroup_the_system_says_what_is_available(tmp_path):
-    assert available_bytes(write(tmp_path, {"proc/meminfo": MEMINFO})) == 8_000_000 * 1024
+    assert memory(write(tmp_path, {"proc/meminfo": MEMINFO})).free_bytes == 8_000_000 * 1024
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -73,11 +74,11 @@ def test_a_cgroup_around_this_one_limits_it(tmp_path, version):
             "sys/fs/cgroup/memory/a/memory.usage_in_bytes": "2500000000\n",
             "sys/fs/cgroup/memory/a/memory.stat": "total_inactive_file 1000000000\n",
         }
-    assert available_bytes(write(tmp_path, {"proc/meminfo": MEMINFO, **files})) == 1_500_000_000
+    assert memory(write(tmp_path, {"proc/meminfo": MEMINFO, **files})).free_bytes == 1_500_000_000
 
 
 def pages(monkeypatch, available, **config):
-    monkeypatch.setattr("minisgl.runtime.memory.available_bytes", lambda: available)
+    monkeypatch.setattr("minisgl.runtime.memory.memory", lambda: Memory(free_bytes=available, limit_bytes=available))
     return count_pages(shape(), EngineConfig(**config), 16, torch.float32, CPU, 8192)
 
 

@@ -1,0 +1,67 @@
+"""What this host gives the process: memory, within its cgroup, and CPU instructions."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Host memory in bytes."""
+
+    free_bytes: int
+    limit_bytes: int
+
+
+def memory(root: Path = Path("/")) -> Memory:
+    """What this process may still take, and have in all: the system's, and less where a cgroup says so."""
+    fields = dict(line.split(":", 1) for line in read(root / "proc/meminfo").splitlines() if ":" in line)
+    free, limit = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    for most, used, stat in _cgroups(root):
+        if most.isdigit() and used.isdigit():  # version 2 says "max" where there is no limit
+            cache = next((int(n) for k, n in stat if k in ("inactive_file", "total_inactive_file")), 0)
+            limit, free = min(limit, int(most)), min(free, int(most) - (int(used) - cache))
+    return Memory(free_bytes=max(free, 0), limit_bytes=limit)
+
+
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
+    """The processor's instruction sets, as Linux names them."""
+    return frozenset((cpu_field("flags", root) or cpu_field("Features", root)).split())
+
+
+def cpu_field(name: str, root: Path = Path("/")) -> str:
+    """What Linux says of the first processor under a name, empty where it says nothing."""
+    for line in read(root / "proc/cpuinfo").splitlines():
+        field, _, value = line.partition(":")
+        if field.strip() == name:
+            return value.strip()
+    return ""
+
+
+def read(file: Path) -> str:
+    """A small file's text, empty where it cannot be read."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _cgroups(root: Path) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """(limit, used, statistics) of this process's memory cgroup and those around it, versions 1 and 2."""
+    found = []
+    for line in (read(root / "proc/self/cgroup") or "0::/").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        inner = base / path.lstrip("/")
+        for folder in [inner, *inner.parents]:
+            limit, used = read(folder / names[0]), read(folder / names[1])
+            if limit and used:
+                stat = [(k, n) for k, n in (s.split() for s in read(folder / "memory.stat").splitlines())]
+                found.append((limit, used, stat))
+            if folder == base:
+                break
+    return found
