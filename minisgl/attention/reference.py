@@ -29,7 +29,7 @@ class _Decodes:
     """Decode rows of similar length, attended to together."""
 
     rows: Tensor | None  # [N] int64, rows of the batch and thereby query tokens; None: all of them, in order
-    entries: Tensor  # [N * L] int64, cache entries of each row, padded to the longest with the row's own first
+    entries: Tensor | slice  # [N * L] int64, cache entries of each row, padded to the longest with its own first one
     mask: Tensor | None  # [N, 1, 1, L], 0 or -inf at padding; None where there is no padding
 
 
@@ -40,7 +40,7 @@ class _Prefill:
     start: int
     stop: int
     cached: int  # tokens before them that have KV already
-    entries: Tensor | None  # [kv_len] int64; None if nothing is cached
+    entries: Tensor | slice | None  # [kv_len] int64; None if nothing is cached
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +82,8 @@ class ReferenceAttention:
         decodes, prefills = list(self._plan_decodes(step)), list(self._plan_prefills(step))
         self._plan = _Plan(pages * page_size + step.positions % page_size, decodes, prefills)
 
-        gathers = [d.entries for d in decodes] + [p.entries for p in prefills if p.entries is not None]
-        longest = max((len(entries) for entries in gathers), default=0)
+        gathers = [each.entries for each in (*decodes, *prefills) if isinstance(each.entries, Tensor)]
+        longest = max(map(len, gathers), default=0)
         if self._gathered.shape[1] < longest:
             self._gathered = self.kv.new_empty(2, longest, *self.kv.shape[4:])
 
@@ -124,7 +124,7 @@ class ReferenceAttention:
                 entries = torch.where(padding, entries[:, :1], entries)
                 mask = torch.zeros_like(padding, dtype=self.kv.dtype).masked_fill_(padding, -torch.inf)[:, None, None]
             whole = len(rows) == len(step.positions) and bool((np.diff(group) == 1).all())
-            yield _Decodes(None if whole else rows, entries.flatten(), mask)
+            yield _Decodes(None if whole else rows, _run(entries.flatten()), mask)
 
     def _plan_prefills(self, step: Step) -> Iterator[_Prefill]:
         batch = step.batch
@@ -133,7 +133,7 @@ class ReferenceAttention:
             stop, q_len, kv_len = int(stops[row]), int(batch.q_len[row]), int(batch.kv_len[row])
             entries = None
             if kv_len > q_len:
-                entries = self._entries(step, torch.tensor([row], device=self.kv.device), kv_len)[0]
+                entries = _run(self._entries(step, torch.tensor([row], device=self.kv.device), kv_len)[0])
             yield _Prefill(stop - q_len, stop, kv_len - q_len, entries)
 
     def _entries(self, step: Step, rows: Tensor, length: int) -> Tensor:
@@ -143,8 +143,10 @@ class ReferenceAttention:
         offsets = torch.arange(page_size, device=self.kv.device)
         return (pages[:, :, None] * page_size + offsets).flatten(1)[:, :length]
 
-    def _gather(self, cache: tuple[Tensor, Tensor], entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy keys and values out of the pages, [len(entries), K, D] each, valid until the next gather."""
+    def _gather(self, cache: tuple[Tensor, Tensor], entries: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Keys and values of n entries, [n, K, D] each, valid until the next gather."""
+        if isinstance(entries, slice):
+            return cache[0][entries], cache[1][entries]
         keys, values = self._gathered[:, : len(entries)]
         return (
             torch.index_select(cache[0], 0, entries, out=keys),
@@ -178,6 +180,13 @@ class ReferenceAttention:
             hidden = torch.ones(stop - start, seen, dtype=torch.bool, device=q.device).triu(cached + start + 1)
             mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
             out[:, :, start:stop] = attend(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], mask, self.scale)
+
+
+def _run(entries: Tensor) -> Tensor | slice:
+    """Entries that follow each other as a slice, which needs no copy: what a lone request on a CPU has."""
+    if entries.is_cuda or not bool((entries.diff() == 1).all()):
+        return entries
+    return slice(int(entries[0]), int(entries[-1]) + 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -22,7 +22,7 @@ class PagePool:
         """Remove `count` pages from the free list; the caller has checked `free`."""
         assert 0 <= count <= self.free, f"{count} pages asked of {self.free} free"
         self.free -= count
-        pages = self._stack[self.free : self.free + count].copy()
+        pages = self._stack[self.free : self.free + count][::-1].copy()  # neighbours in order, while there are some
         self._is_free[pages] = False
         return pages
 

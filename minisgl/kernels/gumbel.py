@@ -54,10 +54,8 @@ def draw_fused(logits: Tensor, best: Tensor, temperature: Tensor, seed: Tensor, 
 
 def lowest_argmax(logits: Tensor) -> Tensor:
     """The lowest id among the largest of each row of [S, V]: int64 [S], -1 where that is no finite number."""
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    best = logits.amax(dim=-1, keepdim=True)
-    lowest = torch.where(logits == best, ids, len(ids)).amin(dim=-1)
-    return torch.where(best[:, 0].isfinite(), lowest, -1)
+    best, first = logits.max(dim=-1)  # of equals, torch promises the first; a NaN is larger than anything
+    return torch.where(best.isfinite(), first, -1)
 
 
 def noise(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:

@@ -105,12 +105,11 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
         """[T, E] to [T, E]."""
         heads = self.qkv_proj(x).view(len(x), -1, self.head_size)  # [T, H + 2 K, D]
-        qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        qk = rotate(qk, cos_sin)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]  # [T, H, D], [T, K, D]
+        q, k = rotate(qk, cos_sin).split((self.num_heads, self.num_kv_heads), dim=1)  # [T, H, D], [T, K, D]
         out = attention.forward(self.layer, q, k, v)  # [T, H, D]
         return self.o_proj(out.flatten(1))  # [T, E]
 

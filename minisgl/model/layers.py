@@ -80,13 +80,16 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise in float32, round to x's dtype, then multiply by the weight: the order that models are trained with."""
-    return F.rms_norm(x, weight.shape, None, eps) * weight  # without a weight it computes in float32, and rounds last
+    size = x.shape[-1]
+    if not x.is_cuda:  # where one fused operation is at hand: a vector beside its negative has mean 0
+        return F.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), eps=eps)[..., :size] * weight
+    return F.rms_norm(x, (size,), None, eps) * weight  # without a weight it computes in float32, and rounds last
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """SwiGLU (Shazeer, arXiv:2002.05202): silu of the left half times the right half, [T, 2 F] to [T, F]."""
-    half = gate_up.shape[-1] // 2
-    return F.silu(gate_up[..., :half]) * gate_up[..., half:]
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
 
 
 def _unset(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

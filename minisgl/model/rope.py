@@ -25,7 +25,7 @@ def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (x[i], x[i + D/2]) by its position's angle, in float32; x is [T, heads, D] of any dtype."""
     cos, sin = cos_sin
     wide = x.float()
-    return (wide * cos + wide.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
