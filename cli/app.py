@@ -1,21 +1,27 @@
 """The Typer app: every command of `minisgl`, under its name."""
 
+import os
+import sys
 from typing import Annotated
 
 import typer
 
 from minisgl import __version__
 
+from .bench import bench
 from .doctor import doctor
 from .models import models
-from .options import command
+from .options import command, unknown_variables
 from .run import run
 
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,  # `main` reports errors
 )
-command(app)(run)
+OF_OPTIONS = (run, bench)
+"""Commands whose options are fields of dataclasses."""
+for each in OF_OPTIONS:
+    command(app)(each)
 app.command()(doctor)
 app.add_typer(models, name="models")
 
@@ -26,6 +32,8 @@ def minisgl(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Run large language models with a compact, fast engine."""
+    for warning in unknown_variables(OF_OPTIONS, os.environ):
+        print(f"Warning: {warning}", file=sys.stderr)
     if version:
         typer.echo(f"minisgl {__version__}")
         raise typer.Exit

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from minisgl.config import SamplingParams
 from minisgl.server.batch import answer_rows
-from minisgl.server.batch_file import Results, open_results, read_rows, survey
+from minisgl.server.batch_file import Results, open_results, read_lines, survey
 
 from .terminal import Meter
 
@@ -31,25 +31,26 @@ def answer_file(
             _say(console, f"{source}: {fault}")
         to_stdout = nullcontext(Results(sys.stdout.buffer, "stdout"))
         with open_results(target, found.offsets) if target else to_stdout as results:
-            missing = [offset for custom_id, offset in found.offsets.items() if custom_id not in results.done]
+            missing = len(found.offsets.keys() - results.done)
             answered, failed, cost = 0, 0, ""
             if missing:
-                with start() as llm, Meter(console, len(missing), llm.stats) as meter:
+                with start() as llm, Meter(console, missing, llm) as meter:
 
                     def write(row: dict[str, Any]) -> None:
                         with nullcontext() if target else meter.paused():
                             results.write(row)
 
                     try:
-                        failed = answer_rows(llm, read_rows(file, missing), sampling, write, meter.advance)
+                        lines = read_lines(file, found.offsets, results.done)
+                        failed = answer_rows(llm, lines, sampling, write, meter.advance, meter.show)
                     except SystemExit:
                         rest = f": {target} has what is finished, and the same command does the rest"
                         _say(console, f"stopped{rest if target else ''}")
                         raise
-                answered = len(missing) - failed
+                answered = missing - failed
                 tokens = f"tokens in {meter.tokens_in} (cached {meter.tokens_cached}), out {meter.tokens_out}"
                 cost = f"; {tokens}, {meter.rate:.1f} tok/s" if answered else ""
-    before = len(found.offsets) - len(missing)
+    before = len(found.offsets) - missing
     notes = [(failed, "failed"), (before, "were there already"), (len(found.faults), "lines have no row")]
     _say(console, ", ".join([f"{answered} answered", *(f"{n} {what}" for n, what in notes if n)]) + cost)
     return not failed and not found.faults

@@ -9,6 +9,7 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from minisgl.source.cache_folder import cache_folder
 from minisgl.source.inventory import cached_models, find_cached
@@ -41,7 +42,7 @@ def show(
     table = Table("name", "kind", "size", "last used", box=box.SIMPLE_HEAD)
     for model in found:
         used = time.strftime("%Y-%m-%d", time.localtime(model.used_s))
-        table.add_row(model.name, model.kind, f"{model.size_bytes / 1e6:,.0f} MB", used)
+        table.add_row(Text(model.name), model.kind, f"{model.size_bytes / 1e6:,.0f} MB", used)
     # A pipe has no width that names should be cut for.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 

@@ -23,6 +23,9 @@ from annotated_doc import Doc
 
 from minisgl.config import Flag, alternatives
 
+PREFIX = "MINISGL_"
+ELSEWHERE = ("MINISGL_CACHE", "MINISGL_DEBUG")
+"""Variables that are not options."""
 TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -53,7 +56,7 @@ class Option:
 
     @property
     def env(self) -> str:
-        return self.spelling.env or f"MINISGL_{self.name.upper()}"
+        return self.spelling.env or f"{PREFIX}{self.name.upper()}"
 
     @property
     def valued(self) -> tuple[str, ...]:
@@ -109,7 +112,7 @@ def command(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., N
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
-        groups: dict[str, Any] = {p.name: p.annotation for p in parameters if dataclasses.is_dataclass(p.annotation)}
+        groups = _groups(function)
         listed = [option for group in groups.values() for option in _options(group)]
         options = {option.name: option for option in listed}
 
@@ -128,6 +131,23 @@ def command(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., N
         return function
 
     return register
+
+
+def unknown_variables(functions: Sequence[Callable[..., None]], environ: Mapping[str, str]) -> Iterator[str]:
+    """What to say of each `MINISGL_…` variable that no option of these commands, nor anything else, looks at."""
+    known = {option.env for each in functions for group in _groups(each).values() for option in _options(group)}
+    words = [name.removeprefix(PREFIX) for name in (*known, *ELSEWHERE)]
+    for word in sorted(name.removeprefix(PREFIX) for name in environ if name.startswith(PREFIX)):
+        if word not in words:
+            near = get_close_matches(word, words, n=1)
+            hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
+            yield f"{PREFIX}{word} is not a variable of minisgl{hint}"
+
+
+def _groups(function: Callable[..., None]) -> dict[str, Any]:
+    """The dataclass parameters of a command."""
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    return {p.name: p.annotation for p in parameters if dataclasses.is_dataclass(p.annotation)}
 
 
 def _options(group: Any) -> Iterator[Option]:

@@ -141,24 +141,25 @@ def _answer_all(
     console: Console,
 ) -> list["RequestOutput"]:
     """Print each answer as soon as it and those before it are there."""
-    early: dict[int, RequestOutput] = {}
+    for each in inputs:
+        llm.check(each, sampling)
+    outputs: dict[int, RequestOutput] = {}
     shown = 0
-    with Meter(console, len(inputs), llm.stats) as meter:
-
-        def finished(number: int, output: "RequestOutput") -> None:
-            nonlocal shown
-            early[number] = output
-            meter.advance(output)
-            while ready := early.pop(shown, None):
+    with Meter(console, len(inputs), llm) as meter:
+        for ended in llm.feed((each, sampling) for each in inputs):
+            for number, output in ended:
+                outputs[number] = output
+                meter.advance(output)
+            while shown in outputs:
                 with meter.paused():
                     if form.json:
-                        print(_as_json(prompts[shown], ready))
+                        print(_as_json(prompts[shown], outputs[shown]))
                     else:
-                        _print(llm, prompts, shown, ready, console)
+                        _print(llm, prompts, shown, outputs[shown], console)
                     sys.stdout.flush()
                 shown += 1
-
-        return llm.generate(inputs, sampling, on_finished=finished)
+            meter.show()
+    return [outputs[number] for number in range(len(inputs))]
 
 
 def _encode(llm: "LLM", prompt: str, form: PromptConfig) -> str | list[int]:

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from minisgl.config import check_types
 
 if TYPE_CHECKING:
+    from minisgl.llm import LLM
     from minisgl.results import RequestOutput
-    from minisgl.scheduler import Stats
     from minisgl.source.cache_folder import Report
 
 
@@ -71,11 +71,11 @@ def progress(console: Console) -> Iterator["Report"]:
 class Meter:
     """How far the requests are and how the engine fares: a bar on a terminal, elsewhere a line now and then.
 
-    `stats` is asked only inside `advance`, so in the thread that runs the engine.
+    `llm` is asked only inside `advance` and `show`, so in the thread that runs it.
     """
 
-    def __init__(self, console: Console, total: int, stats: "Callable[[], Stats]") -> None:
-        self._console, self._total, self._stats = console, total, stats
+    def __init__(self, console: Console, total: int, llm: "LLM") -> None:
+        self._console, self._total, self._llm = console, total, llm
         self._every_s = 0.2 if console.is_terminal else 10.0
         self._began_s = self._shown_s = time.monotonic()
         self._done = self.tokens_in = self.tokens_cached = self.tokens_out = 0
@@ -99,6 +99,10 @@ class Meter:
         self.tokens_in += sum(len(output.prompt_token_ids) for output in outputs)
         self.tokens_cached += sum(output.cached_tokens for output in outputs)
         self.tokens_out += sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+        self.show()
+
+    def show(self) -> None:
+        """Draw it anew, if it is time for that: cheap enough for every step of the engine."""
         if time.monotonic() - self._shown_s < self._every_s:
             return
         self._shown_s = time.monotonic()
@@ -121,14 +125,14 @@ class Meter:
 
     @property
     def rate(self) -> float:
-        """Tokens generated per second, of all requests that have ended."""
-        return self.tokens_out / max(time.monotonic() - self._began_s, 1e-9)
+        """Tokens generated per second, from the first request on."""
+        return self._llm.generated_tokens / max(time.monotonic() - self._began_s, 1e-9)
 
     def _line(self) -> str:
-        stats = self._stats()
+        stats = self._llm.stats()
         pages = stats.pages_free + stats.pages_cached + stats.pages_locked
         hits = stats.prefix_hit_tokens / max(stats.prompt_tokens, 1)
         return (
             f"{self._done}/{self._total} requests, {self.rate:.0f} tok/s, {stats.running} running, "
-            f"KV {stats.pages_locked / pages:.0%}, cache hits {hits:.0%}"
+            f"{stats.waiting} waiting, KV {stats.pages_locked / pages:.0%}, cache hits {hits:.0%}"
         )

@@ -1,5 +1,6 @@
 """Batch: one step of the engine as host arrays, complete when built; Outcome: what it brings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,12 @@ class Ragged:
 
     values: NDArray[Any]
     lengths: Int32
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[float] | NDArray[Any]], dtype: type[np.generic] = np.int32) -> "Ragged":
+        """From the lists."""
+        lengths = np.array([len(row) for row in rows], dtype=np.int32)
+        return cls(np.concatenate([np.empty(0, dtype), *rows]).astype(dtype), lengths)
 
     def rows(self) -> list[NDArray[Any]]:
         """The lists as views."""
@@ -45,10 +52,37 @@ class Joins:
     bias: Ragged  # J lists of float32
     bad_words: Ragged  # J lists: each word's length and then its tokens
 
+    @classmethod
+    def greedy(cls, slots: Int32) -> "Joins":
+        """Requests that take the likeliest token, and ask for nothing else."""
+        n = len(slots)
+        zeros, nothing = np.zeros(n, np.float32), Ragged.of([()] * n)
+        counts, unset = np.zeros(n, np.int32), np.full(n, -1, np.int32)
+        return cls(
+            slots=slots,
+            temperature=zeros,
+            top_k=counts,
+            top_p=np.ones(n, np.float32),
+            min_p=zeros,
+            seed=np.zeros(n, np.int64),
+            presence=zeros,
+            frequency=zeros,
+            repetition=np.ones(n, np.float32),
+            prompt_len=counts,
+            min_len=counts,
+            logprobs=unset,
+            prompt_logprobs=unset,
+            history=nothing,
+            stop_ids=nothing,
+            bias_ids=nothing,
+            bias=Ragged.of([()] * n, np.float32),
+            bad_words=nothing,
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Decode rows first, then prefill rows. Arrays only, so that it can be sent to other ranks as it is.
+    """Decode rows first, by rising slot, then prefill rows. Arrays only, so that other ranks can be sent it as it is.
 
     A decode row has one query token, `last_token[slot]` on the device; a prefill row has `q_len` tokens,
     which stand in `input_ids`. A row that does not sample (a chunk that is not the prompt's last) neither

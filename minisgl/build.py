@@ -1,5 +1,6 @@
 """The composition root: EngineConfig → Engine. The one module that imports runtime, model and attention."""
 
+import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,63 +9,90 @@ from functools import partial
 
 import torch
 
-from minisgl.attention.reference import ReferenceAttention, supports
+from minisgl.attention.base import KVCache, Shape
+from minisgl.attention.choose import PHASES, attention, automatic, best_page_size, named, why_not
 from minisgl.config import EngineConfig
 from minisgl.engine import Engine
 from minisgl.host import cpu_flags
 from minisgl.model.decoder import Decoder
 from minisgl.model.weights import dummy_weights, load_weights
 from minisgl.request import context_limit
-from minisgl.runtime.memory import count_pages
+from minisgl.runtime.graphs import graph_sizes
+from minisgl.runtime.memory import count_pages, used_bytes
 from minisgl.runtime.runner import ModelRunner
+from minisgl.runtime.warmup import warm_up
 from minisgl.scheduler import Scheduler
 from minisgl.source.hub import ModelFolder, Report
 from minisgl.source.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_PAGE_SIZE = 16
+MOST_GRAPH_ROWS = 512
+GRAPH_BYTES = 8 << 20
+"""What a CUDA graph takes beside the memory that all share: its launches' arguments."""
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
     """Replace every "auto" by what this machine has, in a new object; ValueError for what is not there.
 
-    It needs no model, so that a wrong choice is known before anything is downloaded.
+    It needs no model, so that a wrong choice is known before anything is downloaded. What a model's shape decides is
+    left to `resolve_kernels`.
     """
     if config.tp != 1:
         raise ValueError(f"tp={config.tp}: tensor parallelism is not part of this version; tp must be 1")
-    if config.cuda_graph:
-        raise ValueError("cuda_graph=True: CUDA graphs are not part of this version; leave it unset or false")
-    if config.cuda_graph_max_bs:
-        raise ValueError(
-            f"cuda_graph_max_bs={config.cuda_graph_max_bs}: CUDA graphs are not part of this version; leave it unset"
-        )
-    names = config.attention_backend.split(",")
-    if len(names) > 2:
-        raise ValueError(f"attention_backend={config.attention_backend!r}: name one backend, or two as PREFILL,DECODE")
-    for name in names:
-        if name not in ("auto", "reference"):
-            raise ValueError(
-                f"attention_backend={config.attention_backend!r}: {name!r} is not part of this version; "
-                "auto and reference are"
-            )
+    names = named(config.attention_backend)
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device=cuda: torch sees no CUDA device; use --device cpu, or a torch built for your driver")
+    if config.cuda_graph and device == "cpu":
+        raise ValueError("cuda_graph=True: the device is a CPU, which has none; leave it unset or false")
     dtype = config.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" or _cpu_multiplies_bfloat16() else "float32"
-    return replace(
+    if config.cuda_graph and not _graph_sizes(config):
+        raise ValueError(f"cuda_graph=True, but cuda_graph_max_bs={config.cuda_graph_max_bs} leaves none")
+    config = replace(
         config,
         device=device,
         dtype=dtype,
         overlap=device == "cuda" if config.overlap is None else config.overlap,
-        attention_backend="reference",
-        cuda_graph=False,
-        cuda_graph_max_bs=0,
-        page_size=config.page_size or DEFAULT_PAGE_SIZE,
+        cuda_graph=False if device == "cpu" else config.cuda_graph,
+    )
+    _check_backends(names, _shape(config, num_heads=1, num_kv_heads=1, head_size=128))  # what any model has
+    return config
+
+
+def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
+    largest = config.cuda_graph_max_bs
+    if largest is None:
+        largest = max(config.cuda_graph_bs or (min(config.max_running_requests, MOST_GRAPH_ROWS),))
+    wanted = graph_sizes(largest) if config.cuda_graph_bs is None else config.cuda_graph_bs
+    return tuple(sorted({size for size in wanted if size <= min(largest, config.max_running_requests)}))
+
+
+def resolve_kernels(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Choose attention kernels, page size and CUDA graphs, in a new object.
+
+    ValueError says why a backend cannot run.
+    """
+    shape = _shape(config, *_heads(model))
+    best, reason = automatic(shape)
+    prefill, decode = (best if name == "auto" else name for name in named(config.attention_backend))
+    if reason and "auto" in named(config.attention_backend):
+        logger.warning("attention runs by plain PyTorch, which is slow: %s", reason)
+    shape = replace(shape, page_size=config.page_size or best_page_size((prefill, decode)))
+    _check_backends((prefill, decode), shape)
+    graphs = decode != "reference" if config.cuda_graph is None else config.cuda_graph
+    sizes = _graph_sizes(config) if graphs else ()
+    return replace(
+        config,
+        attention_backend=f"{prefill},{decode}",
+        page_size=shape.page_size,
+        cuda_graph=bool(sizes),
+        cuda_graph_max_bs=max(sizes, default=0),
+        cuda_graph_bs=sizes,
     )
 
 
@@ -87,51 +115,112 @@ def model_length(config: EngineConfig, model: ModelConfig) -> int:
 def build_engine(
     config: EngineConfig, folder: ModelFolder, model_config: ModelConfig, report: Report | None = None
 ) -> Engine:
-    """Load a model and put an engine around it; `config` has passed `resolve`.
+    """Load a model and put an engine around it; `config` has passed `resolve` and `resolve_kernels`.
 
-    `report` is told of the loading, in bytes. ValueError, with the numbers, for what does not fit.
+    `report` is told of the loading, in bytes, and of what else takes its time. ValueError, with the numbers, for what
+    does not fit. When this returns, every kernel that a request can need has run.
     """
     assert config.page_size is not None
     length = model_length(config, model_config)
     model_config = replace(model_config, max_position=length)  # sizes the rope table
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-    capability = torch.cuda.get_device_capability(device) if config.device == "cuda" else None
-    group = model_config.num_heads // model_config.num_kv_heads
-    if reason := supports(config.page_size, model_config.head_size, group, dtype, capability):
-        raise ValueError(f"attention_backend={config.attention_backend}: {reason}")
     with _memory_errors(f"the weights of {folder.name} in {config.dtype}", "choose a smaller model or dtype"):
         model = Decoder(model_config, dtype, device)
     _fill(model, config, folder, report)
-    pages = count_pages(model_config, config, config.page_size, dtype, device, length)
+
+    held_bytes = 0
+    if device.type == "cuda" and config.num_pages is None:
+        with _memory_errors(
+            "the largest step beside the weights",
+            "lower --chunked-prefill-size, --max-running-requests or --cuda-graph-max-bs",
+        ):
+            held_bytes = _measure(config, model, model_config, length, report)
+    pages = count_pages(model_config, config, config.page_size, dtype, device, length, held_bytes)
     context = context_limit(length, pages, config.page_size)
     if context < 2:
         raise ValueError(f"{pages} KV pages of {config.page_size} tokens hold no request: raise --num-pages")
     with _memory_errors(f"{pages} KV pages", "lower --num-pages, or leave it unset"):
-        attention = ReferenceAttention(
-            num_layers=model_config.num_layers,
+        kv = KVCache(_shape(config, *_heads(model_config)), model_config.num_layers, pages, device)
+    with _memory_errors(
+        f"{config.max_running_requests} running requests",
+        "lower --max-running-requests, --cuda-graph-max-bs or --gpu-memory-utilization",
+    ):
+        runner = _runner(config, model, kv, context)
+        if device.type == "cuda" and config.num_pages is not None:
+            _warm_up(runner, config, context, report)
+        if config.cuda_graph_bs:
+            runner.capture(config.cuda_graph_bs, report and partial(report, "capturing CUDA graphs"))
+        scheduler = Scheduler(
+            num_slots=config.max_running_requests,
             num_pages=pages,
             page_size=config.page_size,
-            num_kv_heads=model_config.num_kv_heads,
-            head_size=model_config.head_size,
-            dtype=dtype,
-            device=device,
-        )
-    shape = {"num_slots": config.max_running_requests, "page_size": config.page_size, "context": context}
-    with _memory_errors(f"{config.max_running_requests} running requests", "lower --max-running-requests"):
-        scheduler = Scheduler(
-            num_pages=pages,
+            context=context,
             chunk_size=config.chunked_prefill_size,
             policy=config.schedule_policy,
             mixed=config.mixed_batch,
             cache=config.cache,
-            **shape,
         )
-        runner = ModelRunner(model, attention, device=device, **shape)
-    size, name = config.page_size, folder.name
-    logger.info("%s on %s in %s: %d KV pages of %d tokens, context %d", name, device, dtype, pages, size, context)
+    logger.info(
+        "%s on %s in %s, attention by %s: %d KV pages of %d tokens, context %d",
+        folder.name, device, dtype, config.attention_backend, pages, config.page_size, context,
+    )  # fmt: skip
     if context < length:
         logger.warning("the KV pool limits requests to %d tokens; the model would take %d", context, length)
     return Engine(scheduler, runner, overlap=bool(config.overlap))
+
+
+def _shape(config: EngineConfig, num_heads: int, num_kv_heads: int, head_size: int) -> Shape:
+    capability = torch.cuda.get_device_capability() if config.device == "cuda" else None
+    return Shape(config.page_size or 64, num_heads, num_kv_heads, head_size, getattr(torch, config.dtype), capability)
+
+
+def _heads(model: ModelConfig) -> tuple[int, int, int]:
+    return model.num_heads, model.num_kv_heads, model.head_size
+
+
+def _check_backends(names: tuple[str, str], shape: Shape) -> None:
+    for name, phase in zip(names, PHASES, strict=True):
+        if name != "auto" and (reason := why_not(name, shape, phase)):
+            raise ValueError(f"attention_backend: {name} cannot do {phase} here: {reason}")
+
+
+def _runner(config: EngineConfig, model: Decoder, kv: KVCache, context: int) -> ModelRunner:
+    prefill, decode = named(config.attention_backend)
+    kernels = attention((prefill, decode), kv, _shape(config, *_heads(model.config)))
+    device = torch.device(config.device)
+    return ModelRunner(model, kernels, num_slots=config.max_running_requests, context=context, device=device)
+
+
+def _warm_up(runner: ModelRunner, config: EngineConfig, context: int, report: Report | None) -> None:
+    steps = warm_up(
+        runner,
+        num_slots=config.max_running_requests,
+        context=context,
+        page_size=config.page_size or 1,
+        chunk=config.chunked_prefill_size,
+    )
+    for done, total in steps:
+        if report is not None:
+            report("warming up", done, total)
+
+
+def _measure(
+    config: EngineConfig, model: Decoder, model_config: ModelConfig, length: int, report: Report | None
+) -> int:
+    """Bytes that are taken when everything stands but the KV pool: seen in a trial with a pool of one request."""
+    assert config.page_size is not None
+    device = torch.device(config.device)
+    pages = -(-min(length, config.chunked_prefill_size + config.page_size + 1) // config.page_size)
+    kv = KVCache(_shape(config, *_heads(model_config)), model_config.num_layers, pages, device)
+    runner = _runner(config, model, kv, length)
+    _warm_up(runner, config, length, report)
+    if config.cuda_graph_bs:
+        runner.capture([max(config.cuda_graph_bs)])
+    held_bytes = used_bytes(device) - kv.memory.nbytes + GRAPH_BYTES * len(config.cuda_graph_bs or ())
+    del runner, kv
+    gc.collect()
+    release_memory()
+    return held_bytes
 
 
 def release_memory() -> None:

@@ -79,11 +79,15 @@ class EngineConfig:
         Flag(shorthands={"--disable-cuda-graph": False, "--enforce-eager": False}),
     ] = None
     cuda_graph_max_bs: Annotated[
-        int | None,
-        Doc("Largest decode batch kept as a CUDA graph; default: max_running_requests."),
-        Flag(aliases=("--cuda-graph-bs",)),
+        int | None, Doc("Largest decode batch kept as a CUDA graph; default: max_running_requests, at most 512.")
     ] = None
-    attention_backend: Annotated[str, Doc("auto, reference, or PREFILL,DECODE to name one for each phase.")] = "auto"
+    cuda_graph_bs: Annotated[
+        Sequence[int] | None,
+        Doc("A decode batch size to keep as a CUDA graph; may be given several times; default: a list."),
+    ] = None
+    attention_backend: Annotated[
+        str, Doc("auto, flashinfer, flash or reference, or PREFILL,DECODE to name one for each phase.")
+    ] = "auto"
     tp: Annotated[int, Doc("GPUs to shard the model over."), Flag(aliases=("--tensor-parallel-size", "--tp-size"))] = 1
 
     def __post_init__(self) -> None:
@@ -95,6 +99,8 @@ class EngineConfig:
         check_range("max_running_requests", self.max_running_requests, least=1, most=65_536)
         check_range("max_model_len", self.max_model_len, least=2, most=2**31 - 1)
         check_range("cuda_graph_max_bs", self.cuda_graph_max_bs, least=0)
+        for size in self.cuda_graph_bs or ():
+            check_range("cuda_graph_bs", size, least=1, most=65_536)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}")
 
@@ -171,6 +177,11 @@ class SamplingParams:
                 raise ValueError(f"{name} must not be an empty text: every answer has it")
         for token in self.stop_token_ids or ():
             check_range("stop_token_ids", token, least=0, most=2**31 - 1)
+        for name in ("stop", "bad_words", "stop_token_ids"):  # the caller may change a list later
+            if not isinstance(value := getattr(self, name), str | None):
+                object.__setattr__(self, name, tuple(value))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def texts(self, name: Literal["stop", "bad_words"]) -> tuple[str, ...]:
         """A field that holds texts as a tuple, empty when unset."""
@@ -197,7 +208,7 @@ def check_types(config: Any) -> None:
         if not any(_fits(value, kind) for kind in kinds):
             *others, last = (name for kind in kinds for name in _allowed(kind))
             allowed = f"{', '.join(others)} or {last}" if others else last
-            raise ValueError(f"{each.name} must be {allowed}, got {value!r}")
+            raise ValueError(f"{each.name} must be {allowed}, got {value!r:.200}")
 
 
 def check_range(name: str, value: float | None, least: float, most: float | None = None) -> None:
@@ -215,7 +226,7 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 def _fits(value: object, kind: Any) -> bool:
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return type(value) is int or (isinstance(value, float) and math.isfinite(value))
     if isinstance(kind, type):
         return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if get_origin(kind) is Literal:

@@ -92,7 +92,7 @@ class Front:
         """A prompt's token ids, checked."""
         if isinstance(prompt, str):
             ids = self.need_tokenizer("a text prompt").encode(prompt)
-        elif isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes):
+        elif is_list(prompt):
             ids = list(prompt)
         else:
             raise ValueError(f"a prompt must be text or token ids, got {prompt!r:.80}")
@@ -122,6 +122,13 @@ class Front:
         return tuple({tuple(ids): None for ids in spelled if ids})
 
 
+def is_list(value: object) -> bool:
+    """Whether it is a list of some kind, also of numpy's: neither text nor a single value."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
 def derived_seed(seed: int, index: int) -> int:
     """The seed of answer `index`: the first one's is the user's, the others' are drawn from it."""
     if index == 0:
@@ -148,6 +155,8 @@ class Generation:
     def __init__(self, tokenizer: Tokenizer | None, prompt: str | None, requests: list[Request], stream: bool) -> None:
         self.requests = requests
         self.output: RequestOutput | None = None
+        self.ended: list[Generation] | None = None
+        """Where it puts itself when its output is there."""
         self.pieces: deque[Piece] = deque()
         self._tokenizer, self._prompt, self._stream = tokenizer, prompt, stream
         stops = requests[0].sampling.texts("stop")
@@ -167,8 +176,14 @@ class Generation:
             return None
         params = self.requests[0].sampling
         tail = [] if self._prompt is None else self.requests[0].prompt[-TAIL:].tolist()
-        skip = bool(params.skip_special_tokens)
-        return StreamDecoder(self._tokenizer, params.texts("stop"), skip, tail, min_tokens=params.min_tokens or 0)
+        return StreamDecoder(
+            self._tokenizer,
+            params.texts("stop"),
+            skip_special_tokens=bool(params.skip_special_tokens),
+            prompt_tail=tail,
+            min_tokens=params.min_tokens or 0,
+            include_stop=bool(params.include_stop_str_in_output),
+        )
 
     def take_token(self, key: int, token: int, now_s: float) -> Request | None:
         """Take in a request's next token; returns the request if a stop string has ended it."""
@@ -180,8 +195,6 @@ class Generation:
         if answer.decoder is not None and token not in answer.request.stop_ids:
             text = answer.decoder.push([token])
             matched = answer.decoder.matched
-            if matched is not None and answer.request.sampling.include_stop_str_in_output:
-                text += matched
             answer.text.append(text)
         if self._stream:
             self.pieces.append(Piece(request_id=self.request_id, index=answer.index, text=text, token_ids=[token]))
@@ -254,6 +267,8 @@ class Generation:
                 decode_tokens_per_s=tokens / decode_s if tokens > 0 and decode_s > 0 else None,
             ),
         )
+        if self.ended is not None:
+            self.ended.append(self)
 
 
 def _token_logprob(token: int, logprobs: Logprobs, row: int, count: int) -> TokenLogprob:

@@ -2,18 +2,17 @@
 
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from minisgl.build import build_engine, release_memory, resolve
+from minisgl.build import build_engine, release_memory, resolve, resolve_kernels
 from minisgl.config import EngineConfig, SamplingParams
 from minisgl.engine import Engine
-from minisgl.generation import NEUTRAL, Front, Generation, Prompt
+from minisgl.generation import NEUTRAL, Front, Generation, Prompt, is_list
 from minisgl.request import Request
 from minisgl.results import Piece, RequestOutput
 from minisgl.scheduler import Committed, Stats
@@ -47,6 +46,7 @@ class LLM:
         self.model_name = folder.name
         self.tokenizer = Tokenizer.find(folder.path)
         model = read_model_config(folder.path)
+        self.config = resolve_kernels(self.config, model)
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self._engine: Engine | None = build_engine(self.config, folder, model, report)
         self._front = Front(
@@ -58,7 +58,10 @@ class LLM:
             model_name=folder.name,
         )
         self._generations: dict[int, Generation] = {}  # by request key
+        self.generated_tokens = 0
+        """Tokens that all requests together have brought so far."""
         self._next_key = 0
+        self._aborts = 0  # times that all were aborted
         self._stepping = False
         self._left: list[Request] = []  # of streams that were closed in the middle of a step
         self._random = random.SystemRandom()
@@ -128,27 +131,50 @@ class LLM:
         if len(params) != len(given):
             raise ValueError(f"{len(given)} prompts and {len(params)} sampling_params: give one, or one for each")
         generations = [self._generation(p, s, stream=False) for p, s in zip(given, params, strict=True)]
-        waiting = deque(generations)
-        unfinished = {generation: number for number, generation in enumerate(generations)}
-        most_waiting = 2 * self.config.max_running_requests
-        with _progress(len(generations), progress) as advance:
-            try:
-                while unfinished:
-                    while waiting and self._running_engine.num_waiting < most_waiting:
-                        self._start(waiting.popleft())
-                    if not waiting and not self._running_engine.has_work:
+        outputs: dict[int, RequestOutput] = {}
+        with _progress(len(generations), progress) as advance, closing(self._feed(generations)) as steps:
+            for ended in steps:
+                for number, output in ended:
+                    outputs[number] = output
+                    advance(1)
+                    if on_finished is not None:
+                        on_finished(number, output)
+        return [outputs[number] for number in range(len(given))]
+
+    def feed(self, prompts: Iterable[tuple[Prompt, SamplingParams]]) -> Iterator[list[tuple[int, RequestOutput]]]:
+        """Answer prompts that an iterator brings, taken from it as there is room: only those at work are in memory.
+
+        Yields after every step, so that progress can be shown, the number and the result of each prompt that ended
+        in it. A prompt that cannot run is a ValueError when its turn comes (`check` tells before); leaving aborts.
+        """
+        return self._feed(self._generation(prompt, params, stream=False) for prompt, params in prompts)
+
+    def _feed(self, generations: Iterable[Generation]) -> Generator[list[tuple[int, RequestOutput]], None, None]:
+        coming, running = enumerate(generations), dict[Generation, int]()
+        ended: list[Generation] = []
+        aborts = self._aborts
+        try:
+            while True:
+                # One always: other work, which this call is in the middle of, may leave no room.
+                while not running or self._running_engine.num_waiting < 2 * self.config.max_running_requests:
+                    number, generation = next(coming, (0, None))
+                    if generation is None:
+                        break
+                    running[generation], generation.ended = number, ended
+                    self._start(generation)
+                    if self._aborts > aborts:  # all were to end, and so are those that had not begun
+                        self._abort(generation)
+                if not running:
+                    return
+                if not ended:  # else other work in this loop's body has ended them
+                    if not self._running_engine.has_work:
                         raise RuntimeError("the engine was interrupted, and these prompts with it")
-                    for generation in self._step():
-                        number = unfinished.pop(generation, None)
-                        if number is not None and generation.output is not None:
-                            advance(1)
-                            if on_finished is not None:
-                                on_finished(number, generation.output)
-            finally:
-                self._abandon(generations)
-        outputs = [generation.output for generation in generations if generation.output is not None]
-        assert len(outputs) == len(given)
-        return outputs
+                    self._step()
+                done = [(running.pop(each), each.output) for each in ended if each.output is not None]
+                ended.clear()
+                yield done
+        finally:
+            self._abandon(list(running))
 
     def chat(
         self,
@@ -159,8 +185,8 @@ class LLM:
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them; `options` go to the chat template."""
-        single = not messages or isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
+        several = isinstance(messages, Sequence) and messages and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
         prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
 
@@ -191,14 +217,18 @@ class LLM:
             self._abandon([generation])
 
     def abort(self, request_id: int | None = None) -> None:
-        """End a running request by its `request_id`, or all; its result comes with the reason `abort`.
+        """End a request by its `request_id`, or all, also those that wait; its result comes with the reason `abort`.
 
-        For use inside a `stream` loop or `on_finished`. Without effect on one that has ended.
+        For use inside a `stream` or `feed` loop or `on_finished`. Without effect on one that has ended.
         """
+        self._aborts += request_id is None
         for generation in set(self._generations.values()):
             if request_id in (None, generation.request_id):
-                for request in generation.requests:
-                    self._running_engine.finish(request, "abort")
+                self._abort(generation)
+
+    def _abort(self, generation: Generation) -> None:
+        for request in generation.requests:
+            self._running_engine.finish(request, "abort")
 
     @property
     def _running_engine(self) -> Engine:
@@ -241,41 +271,36 @@ class LLM:
             for request in requests:
                 self._generations.pop(request.key, None)
 
-    def _step(self) -> list[Generation]:
-        """One engine step, its tokens handed to whom they concern; returns the generations that are complete.
+    def _step(self) -> None:
+        """One engine step, its tokens and results handed to whom they concern.
 
         An interrupt in the middle may lose text of this step, but never that a request has ended.
         """
         for request in self._left:
             self._running_engine.finish(request, "abort")
         self._left, self._stepping = [], True
-        complete: list[Generation] = []
         try:
             committed = self._running_engine.step()
             try:
                 self._take_tokens(committed)
             finally:
-                complete = self._end(committed)
+                self._end(committed)
         finally:
             self._stepping = False
-        return complete
 
     def _take_tokens(self, committed: Committed) -> None:
         now_s = time.monotonic()
+        self.generated_tokens += len(committed.tokens)
         self._take_logprobs(committed)
         for key, token in zip(committed.keys.tolist(), committed.tokens.tolist(), strict=True):
             generation = self._generations.get(key)
             if generation is not None and (stopped := generation.take_token(key, token, now_s)):
                 self._running_engine.finish(stopped, "stop")
 
-    def _end(self, committed: Committed) -> list[Generation]:
-        complete = []
+    def _end(self, committed: Committed) -> None:
         for request in committed.ended:
             if generation := self._generations.pop(request.key, None):
                 generation.end(request.key, time.monotonic())
-                if generation.output is not None:
-                    complete.append(generation)
-        return complete
 
     def _take_logprobs(self, committed: Committed) -> None:
         for key, prompt in committed.prompt_logprobs:
@@ -292,7 +317,7 @@ def _as_list(prompts: str | Sequence[Prompt] | list[int]) -> list[Prompt]:
     """One prompt, as text or as token ids, becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+    if not is_list(prompts):
         raise ValueError(f"prompts must be text, token ids, or a list of them, got {prompts!r:.80}")
     given: list[Any] = list(prompts)
     return [given] if given and all(isinstance(p, int | np.integer) for p in given) else given

@@ -1,35 +1,130 @@
-"""What the model asks of an attention backend, and what a step tells it."""
+"""What the model sees of attention, what a step tells it, and what a kernel library must offer to take part."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from minisgl.batch import Batch
 
+PhaseName = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All that decides whether a kernel can run."""
+
+    page_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    capability: tuple[int, int] | None  # of the CUDA device; None on a CPU
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class KVCache:
+    """The memory of keys and values, `[layer, 2, page, page_size, kv_head, head_size]`.
+
+    A token's place in it is its entry: page * page_size + offset. The page after the last one belongs to nobody: rows
+    that only fill up a CUDA graph write there.
+    """
+
+    def __init__(self, shape: Shape, num_layers: int, num_pages: int, device: torch.device) -> None:
+        size = (num_layers, 2, num_pages + 1, shape.page_size, shape.num_kv_heads, shape.head_size)
+        self.memory = torch.empty(size, dtype=shape.dtype, device=device)
+        if device.type == "cuda":
+            # Kernels give what lies beyond a request's last token a weight of 0, which a NaN would survive.
+            self.memory.zero_()
+        self.page_size, self.spare_page = shape.page_size, num_pages
+        self._pages = [(keys, values) for keys, values in self.memory]
+        self._entries = [(keys, values) for keys, values in self.memory.flatten(2, 3)]
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer by page: [pages, page_size, K, D] each."""
+        return self._pages[layer]
+
+    def entries(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The same by entry: [pages * page_size, K, D] each."""
+        return self._entries[layer]
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One batch on the device, as attention sees it. Rows as in `Batch`: decode first, then prefill."""
+    """One batch on the device. Rows as in `Batch`: decode first, then prefill.
+
+    While a CUDA graph is captured, `static` says that `batch.kv_len` is no more than an upper bound.
+    """
 
     batch: Batch
-    page_table: Tensor  # [slots + 1, pages per request] int32, this step's writes included
-    slots: Tensor  # [B] int64
+    tables: Tensor  # [B, pages per request] int32, each row's pages in order; beyond them, anything within the pool
     kv_len: Tensor  # [B] int32
-    token_slots: Tensor  # [T] int64, the slot that each query token belongs to
     positions: Tensor  # [T] int64
+    entries: Tensor  # [T] int64, where each token's keys and values go
+    static: bool = False
 
 
-class AttentionBackend(Protocol):
-    """Paged attention with a KV cache of `[layer, 2, page, page_size, kv_head, head_size]`."""
+class Phase(Protocol):
+    """Attention of one kind of rows: those that prefill, or those that decode."""
+
+    plans_on_host: bool
+    """Whether `plan` reads lengths on the host: then a CUDA graph needs it again before each replay."""
 
     def plan(self, step: Step) -> None:
-        """Prepare for the layers of one step."""
+        """Prepare for the layers of one step, which has rows of this kind."""
         ...
 
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store this step's keys and values, then attend causally to all that the request has.
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Attend causally from q [t, H, D], the tokens of this kind of rows, to all that their requests have.
 
-        q is [T, H, D], k and v are [T, K, D], rotated already; returns [T, H, D].
+        The step's keys and values are in the cache already. The result is written to `out` [t, H, D].
         """
         ...
+
+    def for_graph(self, size: int) -> "Phase":
+        """The one to capture in a graph of `size` decode rows."""
+        ...
+
+
+class PagedAttention:
+    """Attention over the KV cache: decode rows and prefill rows of a step each by their own kernel."""
+
+    def __init__(self, kv: KVCache, prefill: Phase, decode: Phase) -> None:
+        self.kv, self.prefill, self.decode = kv, prefill, decode
+        self._step: Step | None = None
+
+    @property
+    def entries(self) -> Tensor:
+        """Where the keys and values of this step's tokens go, [T] int64."""
+        assert self._step is not None, "begin() comes before forward()"
+        return self._step.entries
+
+    def begin(self, step: Step, plan: bool = True) -> None:
+        """Prepare for the layers of one step; without `plan` where its phases have planned already."""
+        self._step = step
+        if not plan:
+            return
+        if step.batch.num_decode:
+            self.decode.plan(step)
+        if step.batch.num_decode < len(step.batch.slots):
+            self.prefill.plan(step)
+
+    def forward(self, layer: int, q: Tensor) -> Tensor:
+        """[T, H, D] to [T, H, D], once the step's keys and values of this layer are stored."""
+        assert self._step is not None, "begin() comes before forward()"
+        n = self._step.batch.num_decode
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if n:
+            self.decode.forward(layer, q[:n], out[:n])
+        if n < len(q):
+            self.prefill.forward(layer, q[n:], out[n:])
+        return out
+
+    def for_graph(self, size: int) -> "PagedAttention":
+        """The one to capture in a graph of `size` decode rows."""
+        return PagedAttention(self.kv, self.prefill, self.decode.for_graph(size))

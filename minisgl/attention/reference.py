@@ -1,6 +1,6 @@
 """Attention in plain torch: the oracle that kernels are tested against, and what runs on a CPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,161 +9,151 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.attention.base import Step
+from minisgl.attention.base import KVCache, Phase, PhaseName, Shape, Step
 
 _GATHERED_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # keys, or values, copied out of the pages at a time
 _QUERY_BLOCK = 256  # queries that share a causal mask
 _SHORT = 128  # rows up to this length share a group, whatever the ratio of their lengths
 
 
-def supports(
-    page_size: int, head_size: int, group: int, dtype: torch.dtype, capability: tuple[int, int] | None
-) -> str | None:
+def supports(shape: Shape, phase: PhaseName) -> str | None:
     """None, for there is no shape, dtype or device that this backend cannot run."""
-    del page_size, head_size, group, dtype, capability
+    del shape, phase
     return None
 
 
+def phases(kv: KVCache, shape: Shape, scale: float) -> tuple[Phase, Phase]:
+    """Prefill and decode; `scale` multiplies the scores."""
+    del shape
+    return ReferencePrefill(kv, scale), ReferenceDecode(kv, scale)
+
+
 @dataclass(frozen=True, eq=False)
-class _Decodes:
+class _Group:
     """Decode rows of similar length, attended to together."""
 
-    rows: Tensor | None  # [N] int64, rows of the batch and thereby query tokens; None: all of them, in order
+    rows: Tensor | slice  # N rows of the batch and thereby query tokens: indices [N] int64, or all of a range
     entries: Tensor | slice  # [N * L] int64, cache entries of each row, padded to the longest with its own first one
     mask: Tensor | None  # [N, 1, 1, L], 0 or -inf at padding; None where there is no padding
 
 
+class ReferenceDecode:
+    """One query token a row.
+
+    Entries are read by the requests whose table names them and within their length only, so whatever else lies in the
+    memory, NaN included, cannot reach a result.
+    """
+
+    plans_on_host = False  # rows are grouped on the host; of a static step that does not depend on their lengths
+
+    def __init__(self, kv: KVCache, scale: float) -> None:
+        """`scale` multiplies the scores."""
+        self._kv, self._scale = kv, scale
+        self._groups: list[_Group] = []
+        self._gather = _Gather(kv)
+
+    def plan(self, step: Step) -> None:
+        """Work out once a step which cache entries each row reads."""
+        if step.static:
+            self._groups = list(self._static_groups(step))
+        else:
+            self._groups = list(self._plan_groups(step))
+            self._gather.reserve(group.entries for group in self._groups)
+
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """[t, H, D] to [t, H, D], one query token a row."""
+        for group in self._groups:
+            if isinstance(group.rows, Tensor):
+                out.index_copy_(0, group.rows, self._attend(group, layer, q[group.rows]))
+            else:
+                out[group.rows] = self._attend(group, layer, q[group.rows])
+
+    def for_graph(self, size: int) -> "ReferenceDecode":
+        """A new one, which keeps no memory between layers: the graph's own is used again by itself."""
+        del size
+        return ReferenceDecode(self._kv, self._scale)
+
+    def _plan_groups(self, step: Step) -> Iterator[_Group]:
+        kv_len, device = step.batch.kv_len[: step.batch.num_decode], step.kv_len.device
+        for group in group_by_length(kv_len, self._gather.budget):
+            longest = int(kv_len[group[0]])
+            in_order = bool((np.diff(group) == 1).all())
+            rows = slice(int(group[0]), int(group[-1]) + 1) if in_order else torch.from_numpy(group).to(device)
+            yield self._group(step, rows, longest, padded=int(kv_len[group[-1]]) < longest)
+
+    def _static_groups(self, step: Step) -> Iterator[_Group]:
+        """The same for any lengths: every row as long as a row can be."""
+        longest = step.tables.shape[1] * self._kv.page_size
+        at_once = max(1, self._gather.budget // longest)
+        for start in range(0, step.batch.num_decode, at_once):
+            rows = slice(start, min(start + at_once, step.batch.num_decode))
+            yield self._group(step, rows, longest, padded=True)
+
+    def _group(self, step: Step, rows: Tensor | slice, longest: int, padded: bool) -> _Group:
+        entries = _entries(step.tables[rows], longest, self._kv.page_size)  # [N, L]
+        mask = None
+        if padded:
+            padding = torch.arange(longest, device=entries.device) >= step.kv_len[rows, None]  # [N, L]
+            entries = torch.where(padding, entries[:, :1], entries)
+            mask = torch.zeros_like(padding, dtype=self._kv.memory.dtype).masked_fill_(padding, -torch.inf)
+            mask = mask[:, None, None]
+        return _Group(rows, _run(entries.flatten()), mask)
+
+    def _attend(self, group: _Group, layer: int, q: Tensor) -> Tensor:
+        """[N, H, D] to [N, H, D]. The H / K query heads of a key head are its queries."""
+        keys, values = self._gather.read(layer, group.entries)
+        k, v = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in (keys, values))  # [N, K, L, D]
+        q = q.unflatten(1, (k.shape[1], -1))  # [N, K, H / K, D]
+        return attend(q, k, v, group.mask, self._scale).flatten(1, 2)
+
+
 @dataclass(frozen=True, eq=False)
-class _Prefill:
+class _Row:
     """The query tokens of one prefill row."""
 
     start: int
     stop: int
     cached: int  # tokens before them that have KV already
-    entries: Tensor | slice | None  # [kv_len] int64; None if nothing is cached
+    entries: Tensor | slice  # [kv_len] int64
 
 
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    written: Tensor  # [T] int64, cache entry of each query token
-    decodes: list[_Decodes]
-    prefills: list[_Prefill]
+class ReferencePrefill:
+    """Any number of query tokens a row."""
 
+    plans_on_host = True
 
-class ReferenceAttention:
-    """Owns the KV memory. A cache entry is a token's place in it: page * page_size + offset.
-
-    Entries are read by the requests whose table names them and within their length only, so whatever else lies in the
-    memory, NaN included, cannot reach a result: the memory is never cleared.
-    """
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        scale: float | None = None,
-    ) -> None:
-        """`scale` multiplies the scores; None is 1 / sqrt(head_size)."""
-        self.kv = torch.empty(num_layers, 2, num_pages, page_size, num_kv_heads, head_size, dtype=dtype, device=device)
-        self._entries_of = [(keys, values) for keys, values in self.kv.flatten(2, 3)]  # [P * page_size, K, D] each
-        self.scale = scale
-        self._plan: _Plan | None = None
-        self._gathered = self.kv.new_empty(2, 0, num_kv_heads, head_size)  # reused by every layer and step
+    def __init__(self, kv: KVCache, scale: float) -> None:
+        """`scale` multiplies the scores."""
+        self._kv, self._scale = kv, scale
+        self._rows: list[_Row] = []
+        self._gather = _Gather(kv)
 
     def plan(self, step: Step) -> None:
-        """Work out once a step which cache entries each row writes and reads."""
-        page_size = self.kv.shape[3]
-        pages = step.page_table[step.token_slots, step.positions // page_size].long()  # [T]
-        decodes, prefills = list(self._plan_decodes(step)), list(self._plan_prefills(step))
-        self._plan = _Plan(pages * page_size + step.positions % page_size, decodes, prefills)
+        """Work out once a step which cache entries each row reads."""
+        self._rows = list(self._plan_rows(step))
+        self._gather.reserve(row.entries for row in self._rows)
 
-        gathers = [each.entries for each in (*decodes, *prefills) if isinstance(each.entries, Tensor)]
-        longest = max(map(len, gathers), default=0)
-        if self._gathered.shape[1] < longest:
-            self._gathered = self.kv.new_empty(2, longest, *self.kv.shape[4:])
-
-    def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store this step's keys and values, then attend causally to all that each request has.
-
-        q is [T, H, D], k and v are [T, K, D], all of the cache's dtype; returns [T, H, D].
-        """
-        plan = self._plan
-        assert plan is not None, "plan() comes before forward()"
-        cache = self._entries_of[layer]
-        cache[0].index_copy_(0, plan.written, k)
-        cache[1].index_copy_(0, plan.written, v)
-
-        if plan.decodes and plan.decodes[0].rows is None:
-            return self._decode(plan.decodes[0], q, cache)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)  # [T, H, D]
-        for group in plan.decodes:
-            assert group.rows is not None
-            out.index_copy_(0, group.rows, self._decode(group, q[group.rows], cache))
-        for row in plan.prefills:
+    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """[t, H, D] to [t, H, D]."""
+        for row in self._rows:
             tokens = slice(row.start, row.stop)
-            keys, values = (k[tokens], v[tokens]) if row.entries is None else self._gather(cache, row.entries)
-            self._prefill(row.cached, q[tokens], keys, values, out[tokens])
-        return out
+            self._attend(row.cached, q[tokens], *self._gather.read(layer, row.entries), out[tokens])
 
-    def _plan_decodes(self, step: Step) -> Iterator[_Decodes]:
-        kv_len = step.batch.kv_len[: step.batch.num_decode]
-        entry_bytes = self.kv[0, 0, 0, 0].nbytes
-        budget = _GATHERED_BYTES[self.kv.device.type] // entry_bytes
-        for group in group_by_length(kv_len, budget):
-            longest = int(kv_len[group[0]])
-            rows = torch.from_numpy(group).to(self.kv.device)  # [N]
-            entries = self._entries(step, rows, longest)  # [N, L]
-            mask = None
-            if kv_len[group[-1]] < longest:
-                padding = torch.arange(longest, device=self.kv.device) >= step.kv_len[rows, None]  # [N, L]
-                entries = torch.where(padding, entries[:, :1], entries)
-                mask = torch.zeros_like(padding, dtype=self.kv.dtype).masked_fill_(padding, -torch.inf)[:, None, None]
-            whole = len(rows) == len(step.positions) and bool((np.diff(group) == 1).all())
-            yield _Decodes(None if whole else rows, _run(entries.flatten()), mask)
+    def for_graph(self, size: int) -> "ReferencePrefill":
+        """Graphs hold decode rows alone."""
+        del size
+        return self
 
-    def _plan_prefills(self, step: Step) -> Iterator[_Prefill]:
+    def _plan_rows(self, step: Step) -> Iterator[_Row]:
         batch = step.batch
-        stops = np.cumsum(batch.q_len)
-        for row in range(batch.num_decode, len(batch.slots)):
-            stop, q_len, kv_len = int(stops[row]), int(batch.q_len[row]), int(batch.kv_len[row])
-            entries = None
-            if kv_len > q_len:
-                entries = _run(self._entries(step, torch.tensor([row], device=self.kv.device), kv_len)[0])
-            yield _Prefill(stop - q_len, stop, kv_len - q_len, entries)
+        stops = np.cumsum(batch.q_len[batch.num_decode :])
+        for i, stop in enumerate(stops.tolist()):
+            row = batch.num_decode + i
+            q_len, kv_len = int(batch.q_len[row]), int(batch.kv_len[row])
+            entries = _run(_entries(step.tables[row : row + 1], kv_len, self._kv.page_size)[0])
+            yield _Row(stop - q_len, stop, kv_len - q_len, entries)
 
-    def _entries(self, step: Step, rows: Tensor, length: int) -> Tensor:
-        """The first `length` cache entries of each row, as its page table has them: [N, length] int64."""
-        page_size = self.kv.shape[3]
-        pages = step.page_table[step.slots[rows], : -(-length // page_size)].long()  # [N, pages]
-        offsets = torch.arange(page_size, device=self.kv.device)
-        return (pages[:, :, None] * page_size + offsets).flatten(1)[:, :length]
-
-    def _gather(self, cache: tuple[Tensor, Tensor], entries: Tensor | slice) -> tuple[Tensor, Tensor]:
-        """Keys and values of n entries, [n, K, D] each, valid until the next gather."""
-        if isinstance(entries, slice):
-            return cache[0][entries], cache[1][entries]
-        keys, values = self._gathered[:, : len(entries)]
-        return (
-            torch.index_select(cache[0], 0, entries, out=keys),
-            torch.index_select(cache[1], 0, entries, out=values),
-        )
-
-    def _decode(self, group: _Decodes, q: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
-        """One query token a row: [N, H, D] to [N, H, D]. The H / K query heads of a key head are its queries."""
-        n, num_kv_heads = len(q), cache[0].shape[1]
-        k, v = (
-            gathered.unflatten(0, (n, -1)).transpose(1, 2)  # [N, K, L, D]
-            for gathered in self._gather(cache, group.entries)
-        )
-        q = q.unflatten(1, (num_kv_heads, -1))  # [N, K, H / K, D]
-        return attend(q, k, v, group.mask, self.scale).flatten(1, 2)
-
-    def _prefill(self, cached: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def _attend(self, cached: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Causal attention of one row's queries [q_len, H, D] to its `cached + q_len` keys, written to `out`.
 
         Queries go in blocks, so that no mask grows with their square; on a CPU with nothing cached none is needed.
@@ -172,14 +162,47 @@ class ReferenceAttention:
         q, out = (x.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3) for x in (q, out))  # [K, H / K, q_len, D]
         k, v = (x.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))  # [K, H / K, kv_len, D], no copy
         if cached == 0 and not q.is_cuda:
-            out.copy_(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale))
+            out.copy_(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self._scale))
             return
         for start in range(0, q.shape[2], _QUERY_BLOCK):
             stop = min(start + _QUERY_BLOCK, q.shape[2])
             seen = cached + stop
             hidden = torch.ones(stop - start, seen, dtype=torch.bool, device=q.device).triu(cached + start + 1)
             mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-            out[:, :, start:stop] = attend(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], mask, self.scale)
+            out[:, :, start:stop] = attend(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], mask, self._scale)
+
+
+class _Gather:
+    """Copies keys and values out of the pages, into memory that every layer and step uses again."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self._kv = kv
+        self._copies = kv.memory.new_empty(2, 0, *kv.memory.shape[4:])
+        self.budget = _GATHERED_BYTES[kv.memory.device.type] // kv.memory[0, 0, 0, 0].nbytes
+        """Entries to copy at a time."""
+
+    def reserve(self, wanted: Iterable[Tensor | slice]) -> None:
+        longest = max((len(entries) for entries in wanted if isinstance(entries, Tensor)), default=0)
+        if self._copies.shape[1] < longest:
+            self._copies = self._copies.new_empty(2, longest, *self._copies.shape[2:])
+
+    def read(self, layer: int, entries: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Keys and values of n entries, [n, K, D] each, valid until the next read."""
+        keys, values = self._kv.entries(layer)
+        if isinstance(entries, slice) or self._copies.shape[1] < len(entries):
+            return keys[entries], values[entries]
+        into_keys, into_values = self._copies[:, : len(entries)]
+        return (
+            torch.index_select(keys, 0, entries, out=into_keys),
+            torch.index_select(values, 0, entries, out=into_values),
+        )
+
+
+def _entries(tables: Tensor, length: int, page_size: int) -> Tensor:
+    """The first `length` cache entries of each row of a page table [N, pages]: [N, length] int64."""
+    pages = tables[:, : -(-length // page_size)].long()
+    offsets = torch.arange(page_size, device=tables.device)
+    return (pages[:, :, None] * page_size + offsets).flatten(1)[:, :length]
 
 
 def _run(entries: Tensor) -> Tensor | slice:
@@ -189,15 +212,15 @@ def _run(entries: Tensor) -> Tensor | slice:
     return slice(int(entries[0]), int(entries[-1]) + 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attention over the last two dimensions; `mask` is added to the scores, `scale` None is 1 / sqrt(D).
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention over the last two dimensions; `mask` is added to the scores once `scale` has multiplied them.
 
     On CUDA the formula itself, in float32. torch's fused kernel for float32 has given wrong results there with a mask
     and heads that are expanded without a copy (65 queries, 81 keys, torch 2.11).
     """
     if not q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    scores = q.float() @ k.float().transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = q.float() @ k.float().transpose(-1, -2) * scale
     if mask is not None:
         scores += mask
     return (scores.softmax(dim=-1) @ v.float()).to(q.dtype)

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TypeVar
 
 from minisgl import __version__, host
@@ -51,9 +50,9 @@ def examine() -> Iterator[Finding]:
     status = "ok" if memory.free_bytes > GB else "warn"
     yield Finding(status, "memory", f"{memory.free_bytes / GB:.1f} of {memory.limit_bytes / GB:.1f} GB are free")
     yield from gpus(nvidia, torch)
-    yield from toolkit(nvcc, torch)
+    yield from toolkit(nvcc, torch, nvidia)
     yield Finding("ok", "attention", "reference, on CPU and CUDA; this version uses no other: flashinfer, flash-attn")
-    yield from cache(cache_folder())
+    yield from cache()
     yield port(PORT)
 
 
@@ -109,11 +108,16 @@ def gpus(nvidia: Nvidia | str | None, torch: Torch | str) -> Iterator[Finding]:
         )
 
 
-def toolkit(nvcc: str | None, torch: Torch | str) -> Iterator[Finding]:
-    """What kernel libraries compile with."""
+def toolkit(nvcc: str | None, torch: Torch | str, nvidia: Nvidia | str | None) -> Iterator[Finding]:
+    """What kernel libraries compile with: it must be no newer than the driver, and fit torch."""
     cuda = None if isinstance(torch, str) else torch.cuda
     if nvcc is None:
         yield Finding("ok", "CUDA toolkit", "not installed (only libraries that compile kernels need its nvcc)")
+    elif isinstance(nvidia, Nvidia) and _major(nvcc) > _major(nvidia.cuda):
+        text = (
+            f"{nvcc}, and the driver takes CUDA {nvidia.cuda} at most: what it compiles will not run; update the driver"
+        )
+        yield Finding("warn", "CUDA toolkit", text)
     elif cuda is not None and _major(nvcc) != _major(cuda):
         text = f"{nvcc}, and torch is built for CUDA {cuda}: install a toolkit {_major(cuda)}.x to compile kernels"
         yield Finding("warn", "CUDA toolkit", text)
@@ -123,9 +127,15 @@ def toolkit(nvcc: str | None, torch: Torch | str) -> Iterator[Finding]:
     yield Finding("ok", "ninja", ninja)
 
 
-def cache(folder: Path) -> Iterator[Finding]:
+def cache() -> Iterator[Finding]:
     """Where models are kept, and the room that is left there."""
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        folder = cache_folder()
+    except ValueError as error:
+        yield Finding("broken", "cache", str(error))
+        return
+    # Not Path.exists, which fails where a parent may not be looked into.
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     size = f"{folder_bytes(folder) / GB:.2f} GB" if existing == folder else "not there yet"
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         yield Finding("ok", "cache", f"{folder}, {size}")

@@ -91,7 +91,7 @@ def unmet_requirements() -> list[str]:
 
 def ask_torch() -> Torch:
     """Import torch in another process and ask it; raises ValueError with the reason where that fails."""
-    command = [sys.executable, "-c", _ASK_TORCH]
+    command = [sys.executable, "-P", "-c", _ASK_TORCH]  # -P: what lies in this folder is not what is installed
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -146,12 +146,15 @@ def has_nvidia_driver() -> bool:
 
 
 def nvcc_version(which: Callable[[str], str | None] = shutil.which) -> str | None:
-    """The CUDA toolkit's version, None where its compiler is not found on PATH, in CUDA_HOME or in /usr/local/cuda."""
+    """The CUDA toolkit's version; None where its compiler is not on PATH, in CUDA_HOME or /usr/local/cuda, or fails."""
     homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
     found = which("nvcc") or next((f"{h}/bin/nvcc" for h in homes if h and os.access(f"{h}/bin/nvcc", os.X_OK)), None)
     if found is None:
         return None
-    done = subprocess.run([found, "--version"], capture_output=True, text=True, check=False, timeout=10)
+    try:
+        done = subprocess.run([found, "--version"], capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
     release = re.search(r"release (\d+\.\d+)", done.stdout)
     return release[1] if release else None
 

@@ -1,27 +1,56 @@
-"""Draws by Gumbel-max: argmax(logits / temperature + noise), where noise depends on (seed, position, token) alone.
+"""Tokens from logits: the largest, or a draw by Gumbel-max, argmax(logits / temperature + noise).
 
-So a seeded request gets the same tokens whatever runs beside it. Noise comes from Philox4x32-10 (Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", 2011) with the seed as key and (token, position) as counter. Tokens go
-in tiles of 4,096: the four words of one counter serve tokens 1,024 apart.
+Noise depends on (seed, position, token) alone, so a seeded request gets the same tokens whatever runs beside it. It
+comes from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the seed as key and
+(token, position) as counter. Tokens go in tiles of 4,096: the four words of one counter serve tokens 1,024 apart.
 """
 
-from typing import TYPE_CHECKING
+import math
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    import triton
-    import triton.language as tl
-else:
-    try:
-        import triton
-        import triton.language as tl
-    except ImportError:  # a CPU needs only the reference
-        triton = tl = None
+from minisgl.kernels.compiler import power_of_two, tl, triton
 
 NOISE_RANGE = 26.0
 """Noise lies within (-2.9, 23.0): a token this far below the best cannot win."""
+
+
+def sample(logits: Tensor, slots: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
+    """One token for each row of logits [S, V] of any float dtype, -inf at tokens that are out: int64 [S].
+
+    `slots` and `positions` are int32 or int64 [S]; `temperature` float32 and `seed` int64 go by slot. A row of
+    temperature 0 gets the largest, the lowest id of equals; one that holds a NaN or whose largest is not finite, -1.
+    """
+    return (sample_fused if logits.is_cuda else sample_reference)(logits, slots, temperature, seed, positions)
+
+
+def sample_reference(logits: Tensor, slots: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
+    """`sample` in torch."""
+    tokens = lowest_argmax(logits)
+    drawn = ((temperature[slots] > 0) & (tokens >= 0)).nonzero()[:, 0]
+    if len(drawn):
+        rows, slots = logits[drawn].float(), slots[drawn]
+        scaled = (rows - rows.amax(dim=-1, keepdim=True)) / temperature[slots, None]
+        tokens[drawn] = draw(scaled, seed[slots], positions[drawn].long())
+    return tokens
+
+
+def sample_fused(logits: Tensor, slots: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
+    """`sample` in one pass over the logits, whose rows are contiguous, and a second over one candidate a tile."""
+    rows, vocab = logits.shape
+    tiles = -(-vocab // 4096)
+    scores = torch.empty(2, rows, tiles, dtype=torch.float32, device=logits.device)
+    candidates = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    _candidates_kernel[(rows, tiles)](
+        logits, logits.stride(0), slots, temperature, seed, positions, scores, candidates, vocab
+    )
+    _winners_kernel[(rows,)](
+        scores, candidates, slots, temperature, tokens, tiles,
+        power_of_two(tiles),  # pyright: ignore[reportArgumentType]  # launches take numbers for constexprs
+    )  # fmt: skip
+    return tokens
 
 
 def draw(scaled: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
@@ -36,20 +65,6 @@ def draw(scaled: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
             noisy[rows, ids] = scaled[rows, ids] + noise_at(seed[rows], positions[rows], ids)
             return lowest_argmax(noisy)
     return lowest_argmax(scaled + noise(seed, positions, scaled.shape[-1]))
-
-
-def draw_fused(logits: Tensor, best: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
-    """The same in one pass over logits [S, V] of any float dtype, whose rows' largest values are `best` [S].
-
-    `temperature` is float32 [S] and positive. Returns int64 [S].
-    """
-    rows, vocab = logits.shape
-    tiles = -(-vocab // 4096)
-    value = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
-    token = torch.empty(rows, tiles, dtype=torch.int64, device=logits.device)
-    _draw_kernel[(rows, tiles)](logits, logits.stride(0), best, temperature, seed, positions, value, token, vocab)
-    largest = value == value.amax(dim=-1, keepdim=True)
-    return torch.where(largest, token, vocab).amin(dim=-1)
 
 
 def lowest_argmax(logits: Tensor) -> Tensor:
@@ -75,7 +90,7 @@ def noise_at(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 
 def to_gumbel(bits: Tensor) -> Tensor:
     """Uniform 32-bit integers to standard Gumbel noise, float32; fine-grained where noise is large."""
-    uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
+    uniform = bits.float() * (2.0**-32 - 2.0**-56) + 2.0**-33  # (0, 1): the largest is 1 - 2**-24
     return -(-torch.log1p(-uniform)).log()
 
 
@@ -94,35 +109,106 @@ def philox(key: Tensor, counter0: Tensor, counter1: Tensor) -> tuple[Tensor, Ten
 
 
 if triton is not None:
+    INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # pyright: ignore[reportAttributeAccessIssue]
+    LOG2_E = tl.constexpr(math.log2(math.e))
 
     @triton.jit
-    def _gumbel(bits):
-        uniform = tl.minimum(
-            (bits.to(tl.uint32).to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1 - 5.960464477539063e-08
-        )
-        # log1p(-u), by its series where 1 - u would lose u's digits.
-        small = uniform * (1 + uniform * (0.5 + uniform * (1.0 / 3)))
-        exponential = tl.where(uniform < 1e-3, small, -tl.log(1 - uniform))
-        return -tl.log(exponential)
+    def _candidates_kernel(logits, row_stride, slots, temperatures, seeds, positions, scores, candidates, vocab):
+        """The best token of one tile, and what its score is made of: the tile's largest logit, and the rest.
 
-    @triton.jit
-    def _draw_kernel(logits, row_stride, best, temperature, seed, position, value_out, token_out, vocab):
+        With noise -log(-log(1 - u)), the largest of (logit - largest) / temperature + noise is also the largest of
+        log(1 - u) * exp((largest - logit) / temperature), negative all, which takes two fast functions a token. Logits
+        relative to the tile's largest are exact near it, however low the temperature. Logs and exps are to base 2.
+        """
         row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        scale, top = 1.0 / tl.load(temperature + row), tl.load(best + row).to(tl.float32)
+        slot = tl.load(slots + row)
+        temperature = tl.load(temperatures + slot)
         lane = tl.arange(0, 1024)
-        zero = lane * 0
-        words = tl.philox(
-            tl.load(seed + row), tile * 1024 + lane, zero + tl.load(position + row).to(tl.int32), zero, zero
-        )
-        value, token = -float("inf"), vocab
-        for word in tl.static_range(4):
-            ids = tile * 4096 + word * 1024 + lane
-            x = tl.load(logits + row * row_stride + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-            x = tl.where(ids < vocab, (x - top) * scale + _gumbel(words[word]), -float("inf"))
-            largest = tl.max(x, axis=0)
-            first = tl.min(tl.where(x == largest, ids, vocab), axis=0)
-            token = tl.where(largest > value, first, token)  # ids rise, so of equals the first stays
-            value = tl.maximum(value, largest)
-        out = row * tl.num_programs(1) + tile
-        tl.store(value_out + out, value)
-        tl.store(token_out + out, token.to(tl.int64))
+        first = tile * 4096 + lane
+        source = logits + row * row_stride + first
+        x0 = tl.load(source, mask=first < vocab, other=-float("inf")).to(tl.float32)
+        x1 = tl.load(source + 1024, mask=first + 1024 < vocab, other=-float("inf")).to(tl.float32)
+        x2 = tl.load(source + 2048, mask=first + 2048 < vocab, other=-float("inf")).to(tl.float32)
+        x3 = tl.load(source + 3072, mask=first + 3072 < vocab, other=-float("inf")).to(tl.float32)
+        x = (x0, x1, x2, x3)
+        with_nan: tl.constexpr = tl.PropagateNan.ALL
+        largest = tl.maximum(tl.maximum(x0, x1, with_nan), tl.maximum(x2, x3, with_nan), with_nan)
+        largest = tl.max(tl.where(largest == largest, largest, float("inf")), axis=0)  # no number is no finite number
+
+        if temperature > 0:
+            words = _philox(tl.load(seeds + slot), tile * 1024 + _like(lane, x0), tl.load(positions + row))
+            scale = -LOG2_E / temperature
+            top = tl.where(tl.abs(largest) < float("inf"), largest, 0.0)  # else nothing that follows counts
+            best = tl.full((1024,), -float("inf"), tl.float32)
+            word = tl.full((1024,), 0, tl.int32)
+            for i in tl.static_range(4):
+                value = _log2_of_rest(words[i]) * tl.exp2((x[i] - top) * scale)
+                word = tl.where(value > best, i, word)
+                best = tl.maximum(value, best)
+            winner = tl.max(best, axis=0)
+            score = -tl.log2(-winner)
+            token = tl.min(tl.where(best == winner, first + word * 1024, vocab), axis=0)
+        else:
+            score = 0.0
+            word = tl.full((1024,), 4, tl.int32)
+            for i in tl.static_range(4):
+                word = tl.where(x[3 - i] == largest, 3 - i, word)
+            token = tl.min(first + word * 1024, axis=0)
+        rows, tiles = tl.num_programs(0), tl.num_programs(1)
+        out = row * tiles + tile
+        tl.store(scores + out, largest)
+        tl.store(scores + rows * tiles + out, score)
+        tl.store(candidates + out, token)
+
+    @triton.jit
+    def _winners_kernel(scores, candidates, slots, temperatures, tokens, tiles, BLOCK: tl.constexpr):
+        """The best of a row's candidates."""
+        row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+        temperature = tl.load(temperatures + tl.load(slots + row))
+        tile = tl.arange(0, BLOCK)
+        at = scores + row * tiles + tile
+        largest = tl.load(at, mask=tile < tiles, other=-float("inf"))
+        best = tl.max(largest, axis=0)
+        score = largest
+        if temperature > 0:
+            rest = tl.load(at + rows * tiles, mask=tile < tiles, other=0)
+            score = (largest - best) * (LOG2_E / temperature) + rest
+        score = tl.where(largest > -float("inf"), score, -float("inf"))
+        token = tl.load(candidates + row * tiles + tile, mask=tile < tiles, other=0)
+        token = tl.min(tl.where(score == tl.max(score, axis=0), token, 2147483647), axis=0)
+        tl.store(tokens + row, tl.where(tl.abs(best) < float("inf"), token, -1).to(tl.int64))
+
+    @triton.jit
+    def _philox(key, counter0, counter1):
+        """As `philox`. Triton's own multiplies twice where once gives both halves of the product."""
+        k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+        c0 = counter0.to(tl.uint32)
+        c2, c3 = c0 * 0, c0 * 0
+        c1 = c2 + counter1.to(tl.uint32)
+        for _ in tl.static_range(10):  # pyright: ignore[reportGeneralTypeIssues]
+            p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+            c0, c1 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, p1.to(tl.uint32)
+            c2, c3 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1, p0.to(tl.uint32)
+            k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+        return c0, c1, c2, c3
+
+    @triton.jit
+    def _log2_of_rest(bits):
+        """log2(1 - u), where u is what `to_gumbel` makes of the bits, off by a factor of 1 + 1e-5 at most."""
+        u = bits.to(tl.float32) * (2.0**-32 - 2.0**-56) + 2.0**-33
+        series = u * (-LOG2_E - u * (LOG2_E / 2 + u * (LOG2_E / 3)))  # where 1 - u would lose u's digits
+        return tl.where(u < 2.0**-5, series, _fast_log2(1 - u))
+
+    @triton.jit
+    def _fast_log2(x):
+        """Off by 2**-22 at most: one instruction, for which Triton has no name, in place of twenty."""
+        if INTERPRETED:
+            return tl.log2(x)
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+    @triton.jit
+    def _like(x, other):
+        """x, in the layout that `other` was loaded in: else all noise would move there through shared memory."""
+        if INTERPRETED:
+            return x
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [x, other], x.dtype, is_pure=True, pack=1)

@@ -7,18 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl.attention.base import AttentionBackend
-from minisgl.model.layers import (
-    Embedding,
-    FusedLinear,
-    Linear,
-    RMSNorm,
-    can_pack,
-    packed,
-    packed_linear,
-    silu_and_mul,
-)
-from minisgl.model.rope import rope_table, rotate, rotation
+from minisgl.attention.base import PagedAttention
+from minisgl.kernels.activation import silu_and_mul
+from minisgl.kernels.rotary import Rotation, rotate_and_store
+from minisgl.model.layers import Embedding, FusedLinear, Linear, RMSNorm, can_pack, packed, packed_linear
+from minisgl.model.rope import rope_table
 from minisgl.source.model_config import ModelConfig
 
 
@@ -37,19 +30,22 @@ class Decoder(nn.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device, bias=False)
         self.cos_sin = rope_table(config.rope, config.head_size, config.max_position, device)  # [max_position, D]
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: PagedAttention) -> Tensor:
         """Hidden states after the final norm, [T, E]; `attention` has planned the step that these tokens belong to.
 
         input_ids is [T] int32 or int64, positions [T] int64.
         """
-        cos_sin = rotation(self.cos_sin[positions])
-        x = self.embed_tokens(input_ids)  # [T, E]
+        rotation = Rotation(self.cos_sin, positions)
+        x, delta = self.embed_tokens(input_ids), None  # [T, E] each; the residual stream is their sum
         for layer in self.layers:
-            x = layer(x, cos_sin, attention)  # [T, E]
-        return self.norm(x)  # [T, E]
+            x, delta = layer(x, delta, rotation, attention)
+        return self.norm(x, delta)[1]  # [T, E]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the next token, [S, V], for hidden states [S, E]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Scores of the next token, [S, V], for hidden states [S, E]; written to `out`, where that is given."""
+        if out is not None:
+            weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+            return torch.mm(hidden, weight.t(), out=out)
         if self.lm_head is not None:
             return self.lm_head(hidden)
         if self._packed_head is not None:
@@ -77,10 +73,13 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.mlp = MLP(config, dtype, device)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
-        """[T, E] to [T, E]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, attention)  # [T, E]
-        return x + self.mlp(self.post_attention_layernorm(x))  # [T, E]
+    def forward(
+        self, x: Tensor, delta: Tensor | None, rotation: Rotation, attention: PagedAttention
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream x + delta, [T, E] each, to the next layer's x and delta: norms add as they read."""
+        x, normed = self.input_layernorm(x, delta)
+        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, rotation, attention))
+        return x, self.mlp(normed)
 
 
 class Attention(nn.Module):
@@ -89,7 +88,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_size = config.num_heads, config.num_kv_heads, config.head_size
+        self.head_size = config.head_size
         q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         self.qkv_proj = FusedLinear(
             config.hidden_size,
@@ -98,19 +97,21 @@ class Attention(nn.Module):
             device,
             bias=config.qkv_bias,
         )
-        self.q_norm = RMSNorm(config.head_size, config.norm_eps, dtype, device) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_size, config.norm_eps, dtype, device) if config.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_size, config.norm_eps, dtype, device)
+            self.k_norm = RMSNorm(config.head_size, config.norm_eps, dtype, device)
         self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, attention: PagedAttention) -> Tensor:
         """[T, E] to [T, E]."""
         heads = self.qkv_proj(x).view(len(x), -1, self.head_size)  # [T, H + 2 K, D]
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = rotate(qk, cos_sin).split((self.num_heads, self.num_kv_heads), dim=1)  # [T, H, D], [T, K, D]
-        out = attention.forward(self.layer, q, k, v)  # [T, H, D]
+            norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        keys, values = attention.kv.entries(self.layer)
+        q = rotate_and_store(heads, rotation, norms, keys, values, attention.entries)  # [T, H, D]
+        out = attention.forward(self.layer, q)  # [T, H, D]
         return self.o_proj(out.flatten(1))  # [T, E]
 
 

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl.kernels.norm import add_rms_norm, rms_norm
+
 
 class Linear(nn.Module):
     """y = x Wᵀ + b."""
@@ -58,9 +60,11 @@ class RMSNorm(nn.Module):
         self.weight = _unset((size,), dtype, device)
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension; same shape and dtype."""
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x + delta (or x), and that sum normalised: [T, E] each."""
+        if delta is None:
+            return x, rms_norm(x, self.weight, self.eps)
+        return add_rms_norm(x, delta, self.weight, self.eps)
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -76,20 +80,6 @@ def packed(weight: Tensor) -> Tensor:
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[T, in] to [T, out] with a weight from `packed`."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise in float32, round to x's dtype, then multiply by the weight: the order that models are trained with."""
-    size = x.shape[-1]
-    if not x.is_cuda:  # where one fused operation is at hand: a vector beside its negative has mean 0
-        return F.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), eps=eps)[..., :size] * weight
-    return F.rms_norm(x, (size,), None, eps) * weight  # without a weight it computes in float32, and rounds last
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """SwiGLU (Shazeer, arXiv:2002.05202): silu of the left half times the right half, [T, 2 F] to [T, F]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
 
 
 def _unset(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

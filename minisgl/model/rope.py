@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv:2104.09864), half-split style, and the ways to stretch its context."""
+"""The angles of rotary position embedding (Su et al., arXiv:2104.09864), and the ways to stretch its context."""
 
 import math
 
@@ -13,19 +13,6 @@ def rope_table(rope: RopeConfig, head_size: int, max_position: int, device: torc
     angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inverse_frequencies(rope, head_size))
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)  # [max_position, D]
     return (table * attention_factor(rope)).to(device)
-
-
-def rotation(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """What `rotate` multiplies by, from rows [T, D] of `rope_table`: two of [T, 1, D] float32."""
-    cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D/2] each
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) by its position's angle, in float32; x is [T, heads, D] of any dtype."""
-    cos, sin = cos_sin
-    wide = x.float()
-    return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> Tensor:

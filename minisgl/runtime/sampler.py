@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minisgl.batch import Int32, Joins
-from minisgl.kernels.gumbel import draw, draw_fused, lowest_argmax
+from minisgl.kernels.gumbel import sample
 
 GREEDY_BELOW = 1e-5
 """Temperatures up to here are greedy: nothing but rounding separates them from it."""
@@ -42,9 +42,7 @@ class Sampler:
         self._min_p = torch.zeros(num_slots, device=device)
         self._seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._penalties = torch.zeros(num_slots, 3, device=device)  # presence, frequency, repetition
-        self._draws = np.zeros(num_slots, dtype=np.bool_)
         self._filters = np.zeros(num_slots, dtype=np.bool_)
-        self._has_min_p = np.zeros(num_slots, dtype=np.bool_)
         self._keeps_history = np.zeros(num_slots, dtype=np.bool_)
         self._edits: dict[int, Edits] = {}  # only slots that have some
         self._history: Tensor | None = None  # [slots, context] int32, where a request needs it
@@ -52,9 +50,7 @@ class Sampler:
     def join(self, joins: Joins) -> None:
         """Take in the parameters of requests that join."""
         draws = (joins.temperature > GREEDY_BELOW) & (joins.top_k != 1)
-        self._draws[joins.slots] = draws
-        self._filters[joins.slots] = draws & ((joins.top_k > 0) | (joins.top_p < 1))
-        self._has_min_p[joins.slots] = draws & (joins.min_p > 0)
+        self._filters[joins.slots] = draws & ((joins.top_k > 0) | (joins.top_p < 1) | (joins.min_p > 0))
         self._keeps_history[joins.slots] = joins.history.lengths > 0
         slots = self._send(joins.slots).long()
         self._temperature[slots] = self._send(np.where(draws, joins.temperature, 0))
@@ -70,7 +66,7 @@ class Sampler:
         for slot, tokens in zip(joins.slots.tolist(), joins.history.rows(), strict=True):
             if len(tokens):
                 if self._history is None:
-                    shape = (len(self._draws), self._context)
+                    shape = (len(self._filters), self._context)
                     self._history = torch.zeros(shape, dtype=torch.int32, device=self._device)
                 self._history[slot, : len(tokens)] = self._send(tokens)
 
@@ -82,38 +78,32 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Int32, lengths: Int32, slots: Tensor, positions: Tensor) -> Tensor:
         """One token for each row of `logits` [S, V], of the slots `rows`, whose requests have `lengths` tokens.
 
-        `slots` and `positions` are the same two on the device, int64. Returns int64 [S]; -1 where logits are not
+        `slots` and `positions` are the same two on the device, int32. Returns int64 [S]; -1 where logits are not
         numbers.
         """
         edited = [(i, slot) for i, slot in enumerate(rows.tolist()) if slot in self._edits] if self._edits else []
         if edited:
             logits = self._edit(logits.float().clone(), edited, lengths)
-        tokens = lowest_argmax(logits)
-        if self._draws[rows].any():
-            tokens = self._draw(logits, tokens, rows, slots, positions)
+        filtered = np.flatnonzero(self._filters[rows])
+        if filtered.size:
+            logits = self._filter(logits, self._send(filtered), slots)
+        tokens = sample(logits, slots, self._temperature, self._seed, positions)
         if self._history is not None and (kept := np.flatnonzero(self._keeps_history[rows])).size:
             at = self._send(kept)
-            keep = positions[at] < self._context  # a row's last token has no place, and no successor
-            self._history[slots[at][keep], positions[at][keep]] = tokens[at][keep].int()
+            slots, positions = slots[at].long(), positions[at].long()
+            keep = positions < self._context  # a row's last token has no place, and no successor
+            self._history[slots[keep], positions[keep]] = tokens[at][keep].int()
         return tokens
 
-    def _draw(self, logits: Tensor, greedy: Tensor, rows: Int32, slots: Tensor, positions: Tensor) -> Tensor:
-        temperature = self._temperature[slots]
-        drawn = (temperature > 0) & (greedy >= 0)
-        scale = torch.where(drawn, temperature, 1.0)
-        seed = self._seed[slots]
-        best = logits.amax(dim=-1)
-        filtered, has_min_p = np.flatnonzero(self._filters[rows]), self._has_min_p[rows].any()
-        if logits.is_cuda and not filtered.size and not has_min_p:
-            return torch.where(drawn, draw_fused(logits, best, scale, seed, positions), greedy)
-        best = torch.where(drawn, best.float(), 0.0)
-        scaled = (logits.float() - best[:, None]) / scale[:, None]  # [S, V], the best of rows that draw is 0
-        if filtered.size:
-            at = self._send(filtered)
-            scaled[at] = keep_likely(scaled[at], self._top_k[slots[at]], self._top_p[slots[at]])
-        if has_min_p:
-            scaled.masked_fill_(scaled < self._min_p[slots].log()[:, None], -torch.inf)
-        return torch.where(drawn, draw(scaled, seed, positions), greedy)
+    def _filter(self, logits: Tensor, at: Tensor, slots: Tensor) -> Tensor:
+        """Logits in float32, and -inf at what the filters of the rows `at`, which are drawn from, leave out."""
+        logits, slots = logits.to(torch.float32, copy=True), slots[at]
+        rows = logits[at]
+        scaled = (rows - rows.amax(dim=-1, keepdim=True)) / self._temperature[slots, None]
+        likely = keep_likely(scaled, self._top_k[slots], self._top_p[slots])
+        out = (likely == -torch.inf) | (likely < self._min_p[slots, None].log())
+        logits[at] = rows.masked_fill(out & ~rows.isnan(), -torch.inf)
+        return logits
 
     def _edit(self, logits: Tensor, edited: list[tuple[int, int]], lengths: Int32) -> Tensor:
         """Change float32 logits in place, for (row, slot) pairs."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.batch import Batch, Logprobs, Outcome, PromptLogprobs
+from minisgl.batch import Batch, Joins, Logprobs, Outcome, PromptLogprobs
 from minisgl.cache.pages import PagePool
 from minisgl.cache.radix import NoCache, Node, RadixCache
 from minisgl.config import CacheKind, SchedulePolicy
@@ -125,7 +125,7 @@ class Scheduler:
         self.in_flight: deque[Batch] = deque()  # launched and not yet committed
         self._prefilling: dict[int, None] = {}  # slots with prompt tokens left to launch, in order of admission
         self._demand = Demand()
-        self._no_joins = self.slots.joins([])
+        self._no_joins = Joins.greedy(NO_TOKENS)
         self._blocked_until = 0  # the step at which to try again to admit the next request that did not fit
 
     # Requests

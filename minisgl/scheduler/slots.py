@@ -1,7 +1,5 @@
 """Slots: the running requests as arrays, one row each, so that a step costs numpy calls and not Python per request."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -124,11 +122,11 @@ class Slots:
             min_len=prompt_len + count("min_tokens"),
             logprobs=count("logprobs"),
             prompt_logprobs=count("prompt_logprobs"),
-            history=_ragged([self.tokens[r.slot, : self.known[r.slot]] if r.needs_history else () for r in requests]),
-            stop_ids=_ragged([r.stop_ids if p.min_tokens else () for r, p in zip(requests, params, strict=True)]),
-            bias_ids=_ragged([list(p.logit_bias or ()) for p in params]),
-            bias=_ragged([list((p.logit_bias or {}).values()) for p in params], np.float32),
-            bad_words=_ragged([[t for word in r.bad_words for t in (len(word), *word)] for r in requests]),
+            history=Ragged.of([self.tokens[r.slot, : self.known[r.slot]] if r.needs_history else () for r in requests]),
+            stop_ids=Ragged.of([r.stop_ids if p.min_tokens else () for r, p in zip(requests, params, strict=True)]),
+            bias_ids=Ragged.of([list(p.logit_bias or ()) for p in params]),
+            bias=Ragged.of([list((p.logit_bias or {}).values()) for p in params], np.float32),
+            bad_words=Ragged.of([[t for word in r.bad_words for t in (len(word), *word)] for r in requests]),
         )
 
     def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
@@ -138,8 +136,3 @@ class Slots:
             self.stop_ids = wider
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(ids)] = ids
-
-
-def _ragged(rows: Sequence[Sequence[float] | Int32], dtype: type[np.generic] = np.int32) -> Ragged:
-    lengths = np.array([len(row) for row in rows], dtype=np.int32)
-    return Ragged(np.concatenate([np.empty(0, dtype), *rows]).astype(dtype), lengths)

@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,7 @@ def survey(file: IO[bytes]) -> Survey:
         if not line.strip():
             continue
         try:
-            custom_id = _read_row(line).custom_id
+            custom_id = read_row(line).custom_id
             if custom_id in offsets:
                 raise ValueError(f"has the custom_id {custom_id!r:.80} of line {first_lines[custom_id]}")
         except ValueError as error:
@@ -71,14 +71,15 @@ def survey(file: IO[bytes]) -> Survey:
     return Survey(offsets, faults)
 
 
-def read_rows(file: IO[bytes], offsets: Iterable[int]) -> Iterator[Row]:
-    """The rows that begin at these bytes of a file that was surveyed."""
-    for offset in offsets:
-        file.seek(offset)
-        yield _read_row(file.readline())
+def read_lines(file: IO[bytes], offsets: Mapping[str, int], done: Collection[str]) -> Iterator[tuple[str, bytes]]:
+    """The custom_ids that are not done, in the order of a file that was surveyed, each with its line."""
+    for custom_id, offset in offsets.items():
+        if custom_id not in done:
+            file.seek(offset)
+            yield custom_id, file.readline()
 
 
-def _read_row(line: bytes) -> Row:
+def read_row(line: bytes) -> Row:
     """Raises ValueError, which goes on after `line 7`, for a line that no result could be named after."""
     try:
         fields = json.loads(line.decode("utf-8-sig"))
@@ -144,7 +145,7 @@ def open_results(path: Path, ids: Collection[str]) -> Iterator[Results]:
     with ExitStack() as stack:
         try:
             # Held until the end, also when another file takes its place: the lock is what keeps others out.
-            file = stack.enter_context(open(path, "a+b", buffering=0))
+            file = stack.enter_context(open(path, "ab", buffering=0))
         except OSError as error:
             raise ValueError(f"cannot write {path}: {error.strerror}") from error
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe, a terminal, /dev/null
@@ -154,54 +155,70 @@ def open_results(path: Path, ids: Collection[str]) -> Iterator[Results]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another process is writing {path}: wait for it, or name another file") from None
-        file.seek(0)
-        done, dropped = _read_results(path, ids)
-        if dropped:
+        done, dropped, ended = _read_results(path, ids)
+        if dropped or not ended:
             file = stack.enter_context(_without(path, dropped))
         yield Results(file, str(path), done)
 
 
-def _read_results(path: Path, ids: Collection[str]) -> tuple[set[str], set[int]]:
-    """The custom_ids that are done, and the numbers of the lines that are not to stay."""
-    done, dropped = set(), set()
+def _read_results(path: Path, ids: Collection[str]) -> tuple[set[str], set[int], bool]:
+    """The custom_ids that are done, the numbers of the lines that are not to stay, and whether the last has its end."""
+    done, dropped, ended = set(), set(), True
     with open(path, "rb") as file:
         for number, line in enumerate(file):
-            cut = not line.endswith(b"\n")
-            if cut and (line.startswith(_ROW_BEGINS) or _ROW_BEGINS.startswith(line)):
+            ended = line.endswith(b"\n")
+            try:
+                custom_id, good = _outcome(line)
+            except (ValueError, LookupError, TypeError, RecursionError):
+                if ended or not (line.startswith(_ROW_BEGINS) or _ROW_BEGINS.startswith(line)):
+                    raise ValueError(
+                        f"line {number + 1} of {path} is not a result: "
+                        "name a new file, or one that an earlier run wrote"
+                    ) from None
                 dropped.add(number)
                 continue
-            try:
-                row = json.loads(line)
-                custom_id, good = row["custom_id"], row["error"] is None and row["response"]["status_code"] == 200
-            except (ValueError, LookupError, TypeError, RecursionError):
-                raise ValueError(
-                    f"line {number + 1} of {path} is not a result: name a new file, or one that an earlier run wrote"
-                ) from None
-            if good and not cut:
+            if good:
                 done.add(custom_id)
-            elif cut or custom_id in ids:
+            elif custom_id in ids:
                 dropped.add(number)
-    return done, dropped
+    return done, dropped, ended
+
+
+def _outcome(line: bytes) -> tuple[str, bool]:
+    """Whose result a line is, and whether it is an answer; raises one of several errors where it is no result."""
+    row = json.loads(line)
+    custom_id = row["custom_id"]
+    if not isinstance(custom_id, str):
+        raise TypeError
+    return custom_id, row["error"] is None and row["response"]["status_code"] == 200
 
 
 def _without(path: Path, dropped: Collection[int]) -> IO[bytes]:
-    """Put a copy without these lines into the place of a file, in one step; returns the copy, open for appending."""
+    """Put a copy without these lines into the place of a file, in one step; returns the copy, open for appending.
+
+    The last line gets its end, where only that was cut off.
+    """
     place = path.resolve()  # of a link, what it leads to
     copy = place.with_name(f".{place.name}.partial")
     try:
         with open(place, "rb") as old, open(copy, "wb") as new:
             os.fchmod(new.fileno(), stat.S_IMODE(os.fstat(old.fileno()).st_mode))
-            new.writelines(line for number, line in enumerate(old) if number not in dropped)
+            kept = (line for number, line in enumerate(old) if number not in dropped)
+            new.writelines(line if line.endswith(b"\n") else line + b"\n" for line in kept)
             new.flush()
             os.fsync(new.fileno())
-        file = open(copy, "ab", buffering=0)  # noqa: SIM115  the caller's to close
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(copy, place)
-    except OSError as error:
+        with ExitStack() as opened:
+            file = opened.enter_context(open(copy, "ab", buffering=0))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.rename(copy, place)
+            opened.pop_all()  # the caller's to close
+            return file
+    except BaseException as error:
         with suppress(OSError):
             copy.unlink()
-        raise ValueError(f"cannot rewrite {path}: {error.strerror} ({copy})") from error
-    return file
+        if isinstance(error, OSError):
+            raise ValueError(f"cannot rewrite {path}: {error.strerror} ({copy})") from error
+        raise
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -1,5 +1,7 @@
 """The bodies of OpenAI's API, as plain dicts: what a request asks for, and the answer in the same terms."""
 
+import codecs
+import re
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -16,8 +18,8 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 ROUTES = (CHAT, COMPLETIONS)
 
-TokenText = Callable[[int], tuple[str, bytes | None]]
-"""A token's text, and its bytes; None where it is part of a character and its bytes are not known."""
+TokenBytes = Callable[[int], bytes]
+"""A token's UTF-8, which may be part of a character."""
 
 SAMPLING = frozenset(f.name for f in fields(SamplingParams)) - {"logit_bias", "logprobs"}
 """Fields that mean what they mean in `SamplingParams`."""
@@ -80,6 +82,9 @@ NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = MappingProxyType(
 """Fields that are not supported, and the values at which that makes no difference; null always is one."""
 
 
+_TYPES: Mapping[int, str] = MappingProxyType({404: "not_found_error", 500: "server_error"})
+
+
 class RequestError(ValueError):
     """A request that cannot be done, in the terms of OpenAI's error object."""
 
@@ -112,7 +117,7 @@ def parse_request(
         raise RequestError(f"the body must be a JSON object, got {body!r:.80}")
     given = {name: value for name, value in body.items() if value is not None}
     _refuse_unsupported(route, given)
-    if "model" in given and given["model"] not in models:
+    if "model" in given and not (isinstance(given["model"], str) and given["model"] in models):
         raise RequestError(
             f"model {given['model']!r:.200} is not loaded, but {' or '.join(models)}",
             param="model",
@@ -214,20 +219,19 @@ def _sampling(route: str, given: Mapping[str, Any], defaults: SamplingParams) ->
 def _logprobs(given: Mapping[str, Any]) -> int | None:
     """Chat's two fields as one: how many alternatives, or None for no log-probabilities at all."""
     asked, top = _truth(given, "logprobs"), given.get("top_logprobs")
-    if top and not asked:
+    if not asked and top not in (None, 0):
         raise RequestError(f"top_logprobs is {top!r:.80}, which needs logprobs: true", param="top_logprobs")
     return (0 if top is None else top) if asked else None
 
 
 def _logit_bias(value: object) -> dict[int, Any]:
     """JSON has only texts as keys."""
-    try:
-        return {int(token): bias for token, bias in value.items()}  # type: ignore[attr-defined]
-    except (AttributeError, ValueError):
-        raise RequestError(
-            f'logit_bias must be an object from token ids to numbers, like {{"15043": -100}}, got {value!r:.80}',
-            param="logit_bias",
-        ) from None
+    if isinstance(value, dict) and all(re.fullmatch("0|[1-9][0-9]{0,9}", token) for token in value):
+        return {int(token): bias for token, bias in value.items()}
+    raise RequestError(
+        f'logit_bias must be an object from token ids to numbers, like {{"15043": -100}}, got {value!r:.80}',
+        param="logit_bias",
+    )
 
 
 # --- answers
@@ -239,7 +243,7 @@ def new_id(prefix: str) -> str:
 
 
 def build_response(
-    request: ApiRequest, outputs: Sequence["RequestOutput"], model: str, created: int, token_text: TokenText
+    request: ApiRequest, outputs: Sequence["RequestOutput"], model: str, created: int, token_bytes: TokenBytes
 ) -> dict[str, Any]:
     """The body of the answer; `outputs` has one for each prompt, `created` is in seconds since 1970."""
     chat = request.route == CHAT
@@ -255,10 +259,10 @@ def build_response(
         "choices": [
             {
                 "index": index,
-                **choice(completion, token_text),
+                **choice(completion, token_bytes),
                 "finish_reason": completion.finish_reason,
                 "stop_reason": completion.stop_reason,
-                **_prompt_logprobs(output, token_text),
+                **_prompt_logprobs(output, token_bytes),
                 **(_token_ids(output, completion) if request.return_token_ids else {}),
             }
             for index, (output, completion) in enumerate(answers)
@@ -278,66 +282,72 @@ def error_body(error: ValueError) -> dict[str, Any]:
     return {
         "error": {
             "message": str(error),
-            "type": "not_found_error" if known and error.status == 404 else "invalid_request_error",
+            "type": _TYPES.get(error.status, "invalid_request_error") if known else "invalid_request_error",
             "param": error.param if known else None,
             "code": error.code if known else None,
         }
     }
 
 
-def _chat_choice(completion: "Completion", token_text: TokenText) -> dict[str, Any]:
+def _chat_choice(completion: "Completion", token_bytes: TokenBytes) -> dict[str, Any]:
     logprobs = completion.logprobs
     return {
         "message": {"role": "assistant", "content": completion.text, "refusal": None},
         "logprobs": None
         if logprobs is None
-        else {"content": [_entry(each, token_text) for each in logprobs], "refusal": None},
+        else {"content": [_entry(each, token_bytes) for each in logprobs], "refusal": None},
     }
 
 
-def _choice(completion: "Completion", token_text: TokenText) -> dict[str, Any]:
+def _choice(completion: "Completion", token_bytes: TokenBytes) -> dict[str, Any]:
     if completion.logprobs is None:
         return {"text": completion.text, "logprobs": None}
-    tokens = [token_text(each.token_id)[0] for each in completion.logprobs]
+    pieces = [token_bytes(each.token_id) for each in completion.logprobs]
+    characters = codecs.getincrementaldecoder("utf-8")("replace")
     offsets = [0]
-    for token in tokens[:-1]:
-        offsets.append(offsets[-1] + len(token))
+    for piece in pieces[:-1]:  # a token that is part of a character begins where that does
+        offsets.append(offsets[-1] + len(characters.decode(piece)))
     return {
         "text": completion.text,
         "logprobs": {
-            "tokens": tokens,
+            "tokens": [_shown(piece) for piece in pieces],
             "token_logprobs": [each.logprob for each in completion.logprobs],
-            "top_logprobs": [_top(each, token_text) for each in completion.logprobs],
-            "text_offset": offsets[: len(tokens)],
+            "top_logprobs": [_top(each, token_bytes) for each in completion.logprobs],
+            "text_offset": offsets[: len(pieces)],
         },
     }
 
 
-def _top(logprob: "TokenLogprob", token_text: TokenText) -> dict[str, float]:
+def _top(logprob: "TokenLogprob", token_bytes: TokenBytes) -> dict[str, float]:
     """The likeliest tokens, and the one that was chosen; of those with the same text the likeliest."""
     top: dict[str, float] = {}
     for token, value in (*logprob.top.items(), (logprob.token_id, logprob.logprob)):
-        top.setdefault(token_text(token)[0], value)
+        top.setdefault(_shown(token_bytes(token)), value)
     return top
 
 
-def _prompt_logprobs(output: "RequestOutput", token_text: TokenText) -> dict[str, Any]:
+def _prompt_logprobs(output: "RequestOutput", token_bytes: TokenBytes) -> dict[str, Any]:
     if output.prompt_logprobs is None:
         return {}
-    return {"prompt_logprobs": [each and _entry(each, token_text) for each in output.prompt_logprobs]}
+    return {"prompt_logprobs": [each and _entry(each, token_bytes) for each in output.prompt_logprobs]}
 
 
 def _token_ids(output: "RequestOutput", completion: "Completion") -> dict[str, list[int]]:
     return {"token_ids": completion.token_ids, "prompt_token_ids": output.prompt_token_ids}
 
 
-def _entry(logprob: "TokenLogprob", token_text: TokenText) -> dict[str, Any]:
+def _entry(logprob: "TokenLogprob", token_bytes: TokenBytes) -> dict[str, Any]:
     return {
-        **_token(logprob.token_id, logprob.logprob, token_text),
-        "top_logprobs": [_token(token, value, token_text) for token, value in logprob.top.items()],
+        **_token(logprob.token_id, logprob.logprob, token_bytes),
+        "top_logprobs": [_token(token, value, token_bytes) for token, value in logprob.top.items()],
     }
 
 
-def _token(token: int, logprob: float, token_text: TokenText) -> dict[str, Any]:
-    text, content = token_text(token)
-    return {"token": text, "logprob": logprob, "bytes": None if content is None else list(content)}
+def _token(token: int, logprob: float, token_bytes: TokenBytes) -> dict[str, Any]:
+    piece = token_bytes(token)
+    return {"token": _shown(piece), "logprob": logprob, "bytes": list(piece)}
+
+
+def _shown(piece: bytes) -> str:
+    """A token as text, U+FFFD for what is only part of a character."""
+    return piece.decode(errors="replace")

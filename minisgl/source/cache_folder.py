@@ -21,7 +21,11 @@ def silent(what: str, done_bytes: float, total_bytes: float | None) -> None:
 def cache_folder() -> Path:
     """`$MINISGL_CACHE`, else `$XDG_CACHE_HOME/minisgl`, else `~/.cache/minisgl`; absolute, need not exist yet."""
     shared = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("MINISGL_CACHE") or f"{shared}/minisgl").expanduser().absolute()
+    folder = Path(os.environ.get("MINISGL_CACHE") or f"{shared}/minisgl")
+    try:
+        return folder.expanduser().absolute()
+    except RuntimeError:  # the user, or the one after the ~, has none
+        raise ValueError(f"{folder} is in a home folder that there is not: set MINISGL_CACHE to a folder") from None
 
 
 def imported_folder(name: str, *source: object) -> Path:

@@ -4,19 +4,15 @@ import os
 import re
 import shutil
 import stat
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from minisgl.source.alias import ALIASES
 from minisgl.source.cache_folder import cache_folder
-
-if TYPE_CHECKING:
-    from huggingface_hub import CachedRepoInfo, HFCacheInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +68,27 @@ def _own(cache: Path) -> list[CachedModel]:
     for name, alias in ALIASES.items():
         folders = [imports.pop(f) for f in list(imports) if re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{16}}", f)]
         if paths := [path for path in (cache / alias.file_name, *folders) if path.exists()]:
-            models.append(_own_model(name, "alias", paths))
-    return models + [_own_model(name, "imported", [path]) for name, path in imports.items()]
+            models.append(_model(name, "alias", paths))
+    return models + [_model(name, "imported", [path]) for name, path in imports.items()]
 
 
-def _own_model(name: str, kind: Literal["alias", "imported"], paths: list[Path]) -> CachedModel:
-    stats = [each for path in paths for each in _stats(path)]
+def _from_hub() -> list[CachedModel]:
+    """Also those whose download was interrupted."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    repos = [path for path in Path(HF_HUB_CACHE).glob("models--*") if path.is_dir()]
+    # All content is in blobs; the small files beside them are read by whoever only looks.
+    return [
+        _model(path.name.removeprefix("models--").replace("--", "/"), "hub", [path], content=[path / "blobs"])
+        for path in repos
+    ]
+
+
+def _model(
+    name: str, kind: Literal["alias", "imported", "hub"], paths: list[Path], content: list[Path] | None = None
+) -> CachedModel:
+    """A model of these files and folders, whose size and use are those of its `content`, if that is less."""
+    stats = [each for path in content or paths for each in _stats(path)]
     return CachedModel(
         name=name,
         kind=kind,
@@ -97,29 +108,3 @@ def _remove(paths: list[Path]) -> None:
             shutil.rmtree(gone)
         else:
             gone.unlink()
-
-
-def _from_hub() -> list[CachedModel]:
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = scan_cache_dir()
-    except CacheNotFound:
-        return []
-    return [
-        CachedModel(
-            name=repo.repo_id,
-            kind="hub",
-            size_bytes=repo.size_on_disk,
-            used_s=max(repo.last_accessed, repo.last_modified),
-            remove=partial(_remove_repo, found, repo),
-        )
-        for repo in found.repos
-        if repo.repo_type == "model"
-    ]
-
-
-def _remove_repo(found: "HFCacheInfo", repo: "CachedRepoInfo") -> None:
-    found.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()

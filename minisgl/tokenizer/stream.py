@@ -30,8 +30,8 @@ class StreamDecoder:
 
     `prompt_tail`, the prompt's last tokens, makes the text go on from the prompt's: sentencepiece drops the space
     before the first word of a text, but an answer's first word is not that. The EOS or stop token that ended the
-    answer is not to be pushed, since its text is not shown. A token id unknown to the tokenizer has no text. Within
-    the first `min_tokens` tokens nothing is a stop string.
+    answer is not to be pushed, since its text is not shown. A token id unknown to the tokenizer has no text. What
+    completes within the first `min_tokens` tokens is no stop string. `include_stop` leaves the stop string in the text.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class StreamDecoder:
         skip_special_tokens: bool = True,
         prompt_tail: Sequence[int] = (),
         min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         if isinstance(stop, str) or not all(stop):
             raise ValueError(f"stop must be a list of non-empty strings, got {stop!r}")
@@ -48,7 +49,7 @@ class StreamDecoder:
         """The stop string that ended the answer."""
         self.num_tokens_kept = 0
         """How many of the tokens pushed belong to the answer."""
-        self._stop, self._min_tokens = tuple(stop), min_tokens
+        self._stop, self._min_tokens, self._include_stop = tuple(stop), min_tokens, include_stop
         self._stop_begins = re.compile("|".join(re.escape(text[0]) for text in stop)).search
         self._held = ""  # what could become a stop string: never sent yet, and no stop string in it
         self._silent = tokenizer.detokenizer.special if skip_special_tokens else frozenset()
@@ -67,7 +68,7 @@ class StreamDecoder:
             self.num_tokens_kept += 1
             if token not in self._silent:
                 text = self._text.feed(token)
-                sent += self._until_stop(text) if self._stop and self.num_tokens_kept > self._min_tokens else text
+                sent += self._until_stop(text) if self._stop else text
         return sent
 
     def finish(self) -> str:
@@ -82,16 +83,19 @@ class StreamDecoder:
         """Add certain text and return what of it can be sent, with regard to stop strings.
 
         A stop string in the tentative text counts too: the answer ends with it, so nothing can spoil it any more.
+        One counts only if it ends in the new text: what completed within `min_tokens` may still be held.
         """
+        known = len(self._held)
         text = self._held + text
         seen = text + self._text.tentative
         if not self._stop_begins(seen):  # nothing is held either: what is held begins a stop string
             return text
-        ends = [(at + len(stop), at, stop) for stop in self._stop if (at := seen.find(stop)) >= 0]
-        if ends:
-            _, start, self.matched = min(ends)
+        places = ((seen.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stop)
+        ends = [(at + len(stop), at, stop) for at, stop in places if at >= 0]
+        if ends and self.num_tokens_kept > self._min_tokens:
+            end, start, self.matched = min(ends)
             self._held = ""
-            return seen[:start]
+            return seen[: end if self._include_stop else start]
         start = min((_possible_start(text, stop) for stop in self._stop), default=len(text))
         self._held = text[start:]
         return text[:start]
@@ -136,10 +140,13 @@ class Detokenizer:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self.special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": None}
+        self._piece: Callable[[int], str | bytes | None] | None = None
         if decoder["type"] == "ByteLevel":
-            self._start = functools.partial(_ByteLevelText, _byte_pieces(backend))
+            self._piece = piece = _byte_pieces(backend)
+            self._start = functools.partial(_ByteLevelText, piece)
         elif steps := _fallback_steps(decoder):
-            self._start = functools.partial(_FallbackText, _fallback_pieces(backend, steps), steps[-1])
+            self._piece = piece = _fallback_pieces(backend, steps)
+            self._start = functools.partial(_FallbackText, piece, steps[-1])
         else:
             self._start = functools.partial(_WindowText, backend)
 
@@ -152,6 +159,14 @@ class Detokenizer:
         text = self.start()
         silent = self.special if skip_special_tokens else frozenset()
         return "".join([text.feed(token) for token in tokens if token not in silent]) + text.end()
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token is within a text, also a part of a character; the first word's space is in it."""
+        if self._piece is None:  # what the token adds to itself
+            once, twice = (self.decode([token] * count, False) for count in (1, 2))
+            return twice[len(once) :].encode()
+        piece = self._piece(token) or b""
+        return piece if isinstance(piece, bytes) else piece.encode()
 
 
 def _byte_pieces(backend: tokenizers.Tokenizer) -> Callable[[int], bytes]:

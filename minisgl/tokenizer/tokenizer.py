@@ -2,6 +2,7 @@
 
 import functools
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -101,10 +102,17 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD. Raises ValueError for an id out of range."""
-        ids = [int(i) for i in ids]
+        try:
+            ids = [operator.index(i) for i in ids]
+        except TypeError:
+            raise ValueError(f"token ids must be a list of whole numbers, got {ids!r:.80}") from None
         if unknown := [i for i in ids if not 0 <= i < self.vocab_size]:
             raise ValueError(f"token ids must be from 0 to {self.vocab_size - 1}, got {unknown[0]}")
         return self.detokenizer.decode(ids, skip_special_tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token is within a text, in UTF-8, also a part of a character; none for an id that it does not know."""
+        return self.detokenizer.token_bytes(token)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """The prompt for a conversation, as text; `options` as in `ChatTemplate.render`."""

@@ -5,7 +5,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -19,7 +19,8 @@ from minisgl.results import Completion, Piece, RequestOutput, Timing, TokenLogpr
 class FakeTokenizer:
     """A token is a character."""
 
-    detokenizer = SimpleNamespace(decode=lambda tokens, _: "".join(map(chr, tokens)))
+    def token_bytes(self, token: int) -> bytes:
+        return chr(token).encode()
 
 
 class FakeLLM:
@@ -32,7 +33,8 @@ class FakeLLM:
         self.model_name = "fake"
         self.asked: list[Any] = []
         self.sampling: list[SamplingParams] = []
-        self.at_once = 0  # most prompts that were given together
+        self.at_once = 0  # most prompts that were taken and not yet answered
+        self.generated_tokens = 0
 
     def __enter__(self) -> Self:
         return self
@@ -55,27 +57,27 @@ class FakeLLM:
 
     def stats(self) -> Any:
         return SimpleNamespace(
-            running=2, pages_free=5, pages_cached=3, pages_locked=2, prompt_tokens=8, prefix_hit_tokens=6
+            running=2, waiting=1, pages_free=5, pages_cached=3, pages_locked=2, prompt_tokens=8, prefix_hit_tokens=6
         )
 
-    def generate(
-        self,
-        prompts: Sequence[Any],
-        sampling: SamplingParams | Sequence[SamplingParams],
-        *,
-        on_finished: Callable[[int, RequestOutput], None],
-    ) -> list[RequestOutput]:
-        """The last prompt is finished first."""
-        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        self.at_once = max(self.at_once, len(prompts))
-        outputs = [self._output(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-        for number in reversed(range(len(outputs))):
+    def feed(self, prompts: Iterable[tuple[Any, SamplingParams]]) -> Iterator[list[tuple[int, RequestOutput]]]:
+        """Takes as many prompts as may run; the last one taken is finished first, in its second step."""
+        coming, running = enumerate(prompts), []
+        while True:
+            while len(running) < self.config.max_running_requests and (entry := next(coming, None)):
+                number, (prompt, sampling) = entry
+                running.append((number, prompt, self._output(prompt, sampling)))
+                self.at_once = max(self.at_once, len(running))
+            if not running:
+                return
+            yield []
+            number, prompt, output = running.pop()
             if self.mode == "slow":
                 time.sleep(0.2)
-            if self.mode == "failing" and "fail" in prompts[number]:
+            if self.mode == "failing" and "fail" in prompt:
                 raise ValueError("the engine says no")
-            on_finished(number, outputs[number])
-        return outputs
+            self.generated_tokens += 3 * len(output.outputs)
+            yield [(number, output)]
 
     def stream(self, prompt: Any, sampling: SamplingParams) -> Iterator[Piece]:
         output = self._output(prompt, sampling)
@@ -98,7 +100,7 @@ class FakeLLM:
             prompt_token_ids=list(range(len(words))),
             count=sampling.n or 1,
             logprobs=sampling.logprobs,
-            finish_reason="error" if self.mode == "nan" else "stop",
+            finish_reason="error" if self.mode == "nan" or "NaN" in prompt else "stop",
         )
 
 

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from rich.console import Console
 
 from cli.batch import answer_file
 from minisgl.config import SamplingParams
-from minisgl.server.batch import WINDOW
+from minisgl.server.batch import answer_rows
+from minisgl.server.batch_file import read_lines, survey
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,6 +132,8 @@ def test_a_line_without_a_name_for_a_result_is_reported_and_the_others_are_answe
     ("row", "status", "code", "part"),
     [
         ({"body": {"prompt": "a", "model": "gpt-5"}}, 404, "model_not_found", "'gpt-5' is not loaded, but fake or"),
+        ({"body": {"prompt": "a", "model": []}}, 404, "model_not_found", "[] is not loaded, but fake or"),
+        ({"body": {"prompt": "a", "model": {}}}, 404, "model_not_found", "{} is not loaded, but fake or"),
         ({"body": {"prompt": "a", "temperature": -1}}, 400, "invalid_request_error", "temperature must be from 0"),
         ({"body": {"prompt": "a", "stream": True}}, 400, "unsupported_parameter", "stream is not supported"),
         ({"body": {"prompt": "a", "temprature": 1}}, 400, "unknown_parameter", "did you mean temperature?"),
@@ -140,6 +144,8 @@ def test_a_line_without_a_name_for_a_result_is_reported_and_the_others_are_answe
         ({}, 400, "invalid_request_error", "the body must be a JSON object, got None"),
         ({"url": "/v1/embeddings", "body": {}}, 400, "invalid_request_error", "url must be /v1/chat/completions or"),
         ({"url": ["x"], "body": {}}, 400, "invalid_request_error", "url must be"),
+        ({"body": {"prompt": "a NaN"}}, 500, "server_error", "the model's scores were not finite numbers"),
+        ({"body": {"prompt": ["a", "b NaN"]}}, 500, "server_error", "the model's scores were not finite numbers"),
         ({"method": "GET", "body": {"prompt": "a"}}, 400, "invalid_request_error", "method must be POST, got 'GET'"),
         ({"body": {"prompt": "a"}, "seed": 1}, 400, "invalid_request_error", "seed is not a field of a batch row"),
     ],
@@ -149,12 +155,36 @@ def test_a_request_that_cannot_run_gets_its_error_and_the_others_are_answered(
 ):
     batch = Batch(tmp_path, {"custom_id": "bad", **row}, prompt("good"))
     assert not batch.run()
-    bad, good = batch.rows()
+    bad, good = sorted(batch.rows(), key=lambda result: result["custom_id"])
     assert good["custom_id"] == "good" and good["error"] is None
     assert bad["response"]["status_code"] == status
     assert (bad["error"]["code"], bad["error"]["message"]) == (code, bad["response"]["body"]["error"]["message"])
     assert part in bad["error"]["message"]
     assert "1 answered, 1 failed; " in batch.said
+
+
+def test_a_body_that_is_nested_too_deeply_is_an_error_of_its_row_or_line_and_the_others_are_answered(tmp_path: Path):
+    depths = range(sys.getrecursionlimit() - 150, sys.getrecursionlimit(), 5)
+    deep = [f'{{"custom_id": "{n}", "body": {{"prompt": "a", "stop": {"[" * n + "]" * n}}}}}' for n in depths]
+    batch = Batch(tmp_path, *deep, prompt("good"))
+    assert not batch.run()
+    assert batch.rows()[-1]["error"] is None
+    assert len(batch.rows()) + batch.said.count("is not JSON: maximum recursion depth") == len(deep) + 1
+
+
+def test_a_file_that_is_changed_while_it_is_read_gives_no_answer_under_a_wrong_name(tmp_path: Path):
+    batch = Batch(tmp_path, prompt("x"), prompt("y", "old"))
+    rows: list[dict[str, Any]] = []
+    with open(batch.source, "rb") as file:
+        found = survey(file)
+        batch.ask(prompt("x"), prompt("z", "new"))
+        lines = read_lines(file, found.offsets, ())
+        failed = answer_rows(batch.llm, lines, SamplingParams(), rows.append, lambda *_: None, lambda: None)  # type: ignore[arg-type]
+    assert failed == 1
+    assert {row["custom_id"]: row["error"] and row["error"]["message"] for row in rows} == {
+        "x": None,
+        "y": "the file of requests was changed while it was read",
+    }
 
 
 @pytest.mark.parametrize("model", ["fake", "some/fake", None])
@@ -205,7 +235,7 @@ def test_rows_of_requests_that_the_file_does_not_have_stay_as_they_are(tmp_path:
     assert batch.rows()[:2] == before
 
 
-@pytest.mark.parametrize("keep", [1, 5, 18, 60, -1])
+@pytest.mark.parametrize("keep", [1, 5, 18, 60, -2])
 def test_a_last_line_that_was_cut_off_is_done_again(keep: int, tmp_path: Path):
     batch = Batch(tmp_path, prompt("x"), prompt("y"))
     assert batch.run()
@@ -214,6 +244,37 @@ def test_a_last_line_that_was_cut_off_is_done_again(keep: int, tmp_path: Path):
     assert batch.run()
     assert len(batch.llm.asked) == 1
     assert batch.texts() == {"x": "A B", "y": "A B"} and len(batch.rows()) == 2
+
+
+@pytest.mark.parametrize("custom_id", ["x", "of another file"])
+def test_a_last_line_that_lacks_only_its_end_gets_that_and_is_not_done_again(custom_id: str, tmp_path: Path):
+    batch = Batch(tmp_path, prompt(custom_id))
+    assert batch.run()
+    line = batch.target.read_text()
+    batch.target.write_text(line.rstrip("\n"))
+    batch.ask(prompt("x"))
+    assert batch.run()
+    assert batch.target.read_text().startswith(line)
+    assert batch.texts() == dict.fromkeys((custom_id, "x"), "A B")
+    assert batch.llm.asked == ["a b"] * (custom_id != "x")
+
+
+def test_what_is_interrupted_in_mending_leaves_the_file_as_it_was_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    batch = Batch(tmp_path, prompt("bad", top_k=-7))
+    assert not batch.run()
+    before = batch.target.read_text()
+
+    def interrupt(*_: Any) -> None:
+        raise SystemExit(130)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", interrupt)
+        with pytest.raises(SystemExit):
+            batch.run()
+    assert batch.target.read_text() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
 def test_a_link_to_the_results_stays_one(tmp_path: Path):
@@ -228,7 +289,16 @@ def test_a_link_to_the_results_stays_one(tmp_path: Path):
 # Files that will not do
 
 
-@pytest.mark.parametrize("text", ["notes\n", '{"id": 5}\n', "no newline", '{"custom_id": "x"', "[]\n", "\n"])
+RESULT = '"error": null, "response": {"status_code": 200}}\n'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("notes\n", '{"id": 5}\n', "no newline", '{"custom_id": "x"', "[]\n", "\n", "[" * 100_000 + "\n"),
+        *('{"custom_id": [], ' + RESULT, '{"custom_id": 5, ' + RESULT, '{"custom_id": {}, ' + RESULT),
+    ],
+)
 def test_a_file_that_holds_something_else_is_left_alone(text: str, tmp_path: Path):
     batch = Batch(tmp_path, prompt("x"))
     batch.target.write_text(text)
@@ -273,6 +343,23 @@ def test_paths_that_will_not_do_are_named(source: str, target: str, message: str
         batch.run()
 
 
+def test_a_reader_of_a_pipe_that_goes_away_ends_the_run(tmp_path: Path):
+    batch = Batch(tmp_path, *(prompt(str(number), "word " * 100) for number in range(500)))  # more than a pipe holds
+    os.mkfifo(batch.target)
+    seen: list[bytes] = []
+
+    def read_one() -> None:
+        with open(batch.target, "rb") as pipe:
+            seen.append(pipe.readline())
+
+    reader = threading.Thread(target=read_one)
+    reader.start()
+    with pytest.raises(BrokenPipeError, match="cannot write to it"):
+        batch.run()
+    reader.join()
+    assert json.loads(seen[0])["error"] is None
+
+
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path):
     batch = Batch(tmp_path, prompt("x"))
     batch.target = Path("/dev/full")
@@ -283,33 +370,36 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path):
 # A long file
 
 
-def test_results_are_written_as_they_come_and_few_rows_are_in_memory_together(tmp_path: Path):
-    batch = Batch(tmp_path, *(prompt(str(number)) for number in range(20)))
-    rows_at: list[int] = []
+def test_a_row_is_read_when_there_is_room_for_it_and_written_when_it_ends():
+    events: list[str] = []
 
-    class Watching(FakeLLM):
-        def generate(self, prompts: Any, sampling: Any, *, on_finished: Any) -> Any:
-            def watched(number: int, output: Any) -> None:
-                on_finished(number, output)
-                rows_at.append(len(batch.rows()))
+    def lines() -> Iterator[tuple[str, bytes]]:
+        for number in range(6):
+            events.append(f"read {number}")
+            yield str(number), json.dumps(prompt(str(number))).encode()
 
-            return super().generate(prompts, sampling, on_finished=watched)
+    def write(row: dict[str, Any]) -> None:
+        events.append(f"write {row['custom_id']}")
 
-    batch.llm = Watching()
-    assert batch.run()
-    assert batch.llm.at_once == WINDOW * batch.llm.config.max_running_requests == 8
-    assert rows_at == list(range(1, 21))
+    llm, steps = FakeLLM(), []
+    assert answer_rows(llm, lines(), SamplingParams(), write, lambda *_: None, lambda: steps.append(1)) == 0  # type: ignore[arg-type]
+    assert llm.at_once == 2
+    assert events == [
+        *("read 0", "read 1", "write 1", "read 2", "write 2", "read 3", "write 3"),
+        *("read 4", "write 4", "read 5", "write 5", "write 0"),
+    ]
+    assert len(steps) == 12, "progress is shown after every step, not only where something ends"
 
 
 def test_a_failure_of_the_engine_keeps_what_is_finished(tmp_path: Path):
-    batch = Batch(tmp_path, prompt("x", "a"), prompt("y", "fail"), prompt("z", "c"))
+    batch = Batch(tmp_path, prompt("x", "a"), prompt("w", "b"), prompt("y", "fail"), prompt("z", "c"))
     batch.llm = FakeLLM("failing")
     with pytest.raises(ValueError, match="the engine says no"):
         batch.run()
-    assert batch.texts() == {"z": "C"}
+    assert batch.texts() == {"w": "B"}
     batch.llm = FakeLLM()
     assert batch.run()
-    assert batch.llm.asked == ["a", "fail"]
+    assert batch.llm.asked == ["a", "fail", "c"]
 
 
 # As a process

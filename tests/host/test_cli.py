@@ -267,12 +267,11 @@ def test_an_answer_is_printed_as_soon_as_those_before_it_are(capsys: pytest.Capt
     printed: list[str] = []
 
     class Watching(FakeLLM):
-        def generate(self, prompts: Any, sampling: Any, *, on_finished: Any) -> Any:
-            outputs = [self._output(prompt, sampling) for prompt in prompts]
+        def feed(self, prompts: Any) -> Any:
+            outputs = [self._output(prompt, sampling) for prompt, sampling in prompts]
             for number in (1, 0, 2):
-                on_finished(number, outputs[number])
+                yield [(number, outputs[number])]
                 printed.append(capsys.readouterr().out)
-            return outputs
 
     answers(Watching(), "a", "b", "c", raw=True)
     assert printed == ["", "A\n\nB\n", "\nC\n"]
@@ -347,24 +346,47 @@ def test_the_meter_tells_how_far_it_is_and_how_the_engine_fares(monkeypatch: pyt
     said = io.StringIO()
     monkeypatch.setattr("time.monotonic", iter(range(0, 1000, 100)).__next__)  # always time for a line
     llm = FakeLLM()
-    with Meter(Console(file=said, width=20), 4, llm.stats) as meter:
+    with Meter(Console(file=said, width=20), 4, llm) as meter:  # type: ignore[arg-type]
+        llm.generated_tokens = 600
+        meter.show()
         meter.advance(llm._output("a b", SamplingParams()))
         meter.advance()
-    first, second = said.getvalue().splitlines()
+    begun, first, second = said.getvalue().splitlines()
+    assert begun == "0/4 requests, 2 tok/s, 2 running, 1 waiting, KV 20%, cache hits 75%"
     assert first.startswith("1/4 requests, ") and second.startswith("2/4 requests, ")
-    assert first.endswith(" tok/s, 2 running, KV 20%, cache hits 75%")
     assert (meter.tokens_in, meter.tokens_cached, meter.tokens_out) == (2, 1, 3)
 
 
 def test_the_meter_is_a_bar_that_makes_room_for_answers_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     said = io.StringIO()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    with Meter(Console(file=said, width=80, force_terminal=True), 4, FakeLLM().stats) as meter:
+    with Meter(Console(file=said, width=80, force_terminal=True), 4, FakeLLM()) as meter:  # type: ignore[arg-type]
         assert "0/4 requests" in said.getvalue()
         with meter.paused():
             assert said.getvalue().endswith("\x1b[1A\x1b[2K")  # up one line, and that line cleared
         assert not said.getvalue().endswith("\x1b[1A\x1b[2K")
     assert said.getvalue().endswith("\x1b[1A\x1b[2K")
+
+
+def test_the_meter_is_shown_as_steps_go_by_but_not_at_every_one(monkeypatch: pytest.MonkeyPatch):
+    said = io.StringIO()
+    monkeypatch.setattr("time.monotonic", (tick / 10 for tick in range(1_000_000)).__next__)  # a step takes 0.1 s
+    with Meter(Console(file=said, width=80), 4, FakeLLM()) as meter:  # type: ignore[arg-type]
+        for _ in range(1000):
+            meter.show()
+    assert 5 <= len(said.getvalue().splitlines()) <= 10
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["models", "--json"], ["run", "hi"]])
+def test_a_variable_that_nothing_looks_at_is_warned_of_with_the_nearest(arguments: list[str], tmp_path: Path):
+    variables = {"MINISGL_TEMPRATURE": "1", "MINISGL_KV_CACHE": "none", "MINISGL_CACHE": str(tmp_path), "MINISGL_": "x"}
+    code, out, err = minisgl(*fake("text"), *arguments, **variables, MINISGL_DEBUG="", MINISGL_WHATEVER="1")
+    assert code == 0 and out
+    assert [line for line in err.splitlines() if "variable" in line] == [
+        "Warning: MINISGL_ is not a variable of minisgl",
+        "Warning: MINISGL_TEMPRATURE is not a variable of minisgl; did you mean MINISGL_TEMPERATURE?",
+        "Warning: MINISGL_WHATEVER is not a variable of minisgl",
+    ]
 
 
 def test_the_log_level_holds_for_minisgl_and_spares_the_other_libraries():

@@ -36,7 +36,8 @@ class Parsed:
 
     def value_of(self, name: str) -> Any:
         groups = (self.config, self.sampling, self.form, self.logs)
-        return next(getattr(group, name) for group in groups if hasattr(group, name))
+        value = next(getattr(group, name) for group in groups if hasattr(group, name))
+        return list(value) if isinstance(value, tuple) else value
 
 
 def parse(*arguments: str) -> Parsed:
@@ -80,6 +81,7 @@ VALUES: dict[str, Any] = {
     "overlap": False,
     "cuda_graph": False,
     "cuda_graph_max_bs": 0,
+    "cuda_graph_bs": [1, 8],
     "attention_backend": "reference",
     "tp": 2,
     "n": 3,
@@ -190,7 +192,7 @@ def test_a_flag_of_either_spelling_wins_over_the_variable(monkeypatch: pytest.Mo
         ("--tensor-parallel-size 2", "tp", 2),
         ("--tp-size 2", "tp", 2),
         ("--max-num-seqs 3", "max_running_requests", 3),
-        ("--cuda-graph-bs 8", "cuda_graph_max_bs", 8),
+        ("--cuda-graph-bs 8", "cuda_graph_bs", [8]),
         ("--disable-radix-cache", "cache", "none"),
         ("--disable-cuda-graph", "cuda_graph", False),
         ("--enforce-eager", "cuda_graph", False),
@@ -288,8 +290,8 @@ def test_a_variable_says_no_in_several_words(word: str, monkeypatch: pytest.Monk
 def test_a_list_variable_may_be_a_single_value(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MINISGL_STOP", "two words")
     monkeypatch.setenv("MINISGL_STOP_TOKEN_IDS", "7")
-    sampling = parse().sampling
-    assert (sampling.stop, sampling.stop_token_ids) == (["two words"], [7])
+    parsed = parse()
+    assert (parsed.value_of("stop"), parsed.value_of("stop_token_ids")) == (["two words"], [7])
 
 
 @pytest.mark.parametrize(

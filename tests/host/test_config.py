@@ -93,6 +93,8 @@ def test_a_wrong_engine_option_is_refused_with_what_is_allowed(values: dict[str,
         ({"max_tokens": -1}, "max_tokens must be at least 1, got -1"),
         ({"temperature": -0.1}, "temperature must be from 0 to 100, got -0.1"),
         ({"temperature": float("inf")}, "temperature must be a finite number or unset, got inf"),
+        ({"temperature": 10**40}, f"temperature must be from 0 to 100, got {10**40}"),
+        ({"temperature": "0" * 1000}, f"temperature must be a finite number or unset, got '{'0' * 199}"),
         ({"temperature": "0"}, "temperature must be a finite number or unset, got '0'"),
         ({"top_k": -2}, "top_k must be from -1 to 2147483647, got -2"),
         ({"top_p": 0}, "top_p must be above 0 and at most 1, got 0"),
@@ -125,7 +127,7 @@ def test_a_wrong_sampling_option_is_refused_with_what_is_allowed(values: dict[st
         {"max_tokens": 1},
         {"seed": -(2**63)},
         {"stop": "x"},
-        {"stop": []},
+        {"stop": ()},
         {"stop_token_ids": ()},
     ],
 )
@@ -161,3 +163,11 @@ def test_the_public_names_load_on_first_use():
     root = Path(__file__).parents[2]
     result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
     assert result.stdout == "module 'minisgl' has no attribute 'Nothing'\n"
+
+
+def test_what_a_caller_does_to_its_lists_later_changes_nothing():
+    given = {"stop": ["a"], "bad_words": ["b"], "stop_token_ids": [1], "logit_bias": {5: 1.0}}
+    params = SamplingParams(**given)
+    for value in given.values():
+        value.clear()
+    assert (params.stop, params.bad_words, params.stop_token_ids, params.logit_bias) == (("a",), ("b",), (1,), {5: 1.0})

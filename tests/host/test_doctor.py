@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,36 @@ def test_something_broken_is_exit_code_1(tmp_path: Path):
     assert (report["ok"], done.returncode) == (False, 1)
     (broken,) = [finding for finding in report["findings"] if finding["status"] == "broken"]
     assert broken["name"] == "cache" and "set MINISGL_CACHE" in broken["text"]
+
+
+def test_a_cache_in_a_home_that_there_is_not_is_broken_and_all_else_is_told():
+    done = run("--json", MINISGL_CACHE="~no-such-user/cache")
+    report = json.loads(done.stdout)
+    assert done.returncode == 1 and len(report["findings"]) > 10
+    (broken,) = [finding for finding in report["findings"] if finding["status"] == "broken"]
+    assert broken["name"] == "cache" and "set MINISGL_CACHE" in broken["text"]
+
+
+def test_a_cache_in_a_folder_that_may_not_be_looked_into_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stat = os.stat
+
+    def refuse(path: Any, *rest: Any, **options: Any) -> os.stat_result:  # as for whoever is not root
+        if "shut" in Path(path).parts[:-1]:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *rest, **options)
+
+    monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "shut" / "cache"))
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    (tmp_path / "shut").mkdir()
+    finding = next(doctor.cache())
+    assert (finding.status, finding.name) == ("broken", "cache") and f"{tmp_path / 'shut'} cannot" in finding.text
+
+
+def test_what_lies_in_the_working_folder_is_not_taken_for_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "torch.py").write_text("raise ImportError('not the real one')")
+    monkeypatch.chdir(tmp_path)
+    assert machine.ask_torch().version == machine.installed("torch")
 
 
 def test_torch_is_asked_in_a_process_of_its_own():
@@ -128,8 +159,15 @@ def test_without_the_package_that_asks_the_driver_it_says_so_where_there_is_one(
     [("13.2", "ok", "13.2"), ("12.4", "warn", "install a toolkit 13.x"), (None, "ok", "not installed")],
 )
 def test_a_toolkit_of_another_cuda_than_torchs_is_warned_of(nvcc: str | None, status: str, part: str):
-    finding = next(doctor.toolkit(nvcc, CUDA_TORCH))
+    finding = next(doctor.toolkit(nvcc, CUDA_TORCH, None))
     assert finding.status == status and part in finding.text
+
+
+@pytest.mark.parametrize(("nvcc", "status"), [("13.2", "warn"), ("12.8", "ok"), ("12.2", "ok")])
+def test_a_toolkit_newer_than_the_driver_is_warned_of(nvcc: str, status: str):
+    torch = Torch(version="2.11.0", cuda=f"{nvcc[:2]}.0", devices=1, triton_fault=None)
+    finding = next(doctor.toolkit(nvcc, torch, nvidia("12.4")))
+    assert finding.status == status and ("the driver takes CUDA 12.4 at most" in finding.text) == (status == "warn")
 
 
 def test_a_port_in_use_is_warned_of():
@@ -181,6 +219,14 @@ def test_nvcc_is_asked_for_its_release(tmp_path: Path):
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.99'")
     nvcc.chmod(0o755)
     assert machine.nvcc_version(lambda _: str(nvcc)) == "12.4"
+
+
+@pytest.mark.parametrize("content", ["", "no program", "#!/no/such/shell\n", "#!/bin/sh\nexit 1\n"])
+def test_an_nvcc_that_does_not_run_is_none(content: str, tmp_path: Path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(content)
+    nvcc.chmod(0o755)
+    assert machine.nvcc_version(lambda _: str(nvcc)) is None
 
 
 NVML = """

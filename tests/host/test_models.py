@@ -14,6 +14,7 @@ from minisgl.source.alias import ALIASES
 from minisgl.source.hub import ModelFolder
 from minisgl.source.inventory import cached_models, find_cached
 
+MINE = "[mine]-0123456789abcdef"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -23,20 +24,20 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own, hub = tmp_path / "own", tmp_path / "hub"
     monkeypatch.setenv("MINISGL_CACHE", str(own))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
-    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(hub), raising=False)
     write(tmp_path / "outside" / "tokenizer.model", 10)
     write(own / ALIASES["smollm2"].file_name, 100)
     write(own / "imported" / "smollm2-0123456789abcdef" / "model.safetensors", 300)
     write(own / "imported" / "smollm2-fedcba9876543210" / "model.safetensors", 400)
-    mine = own / "imported" / "mine-0123456789abcdef"
+    mine = own / "imported" / MINE
     write(mine / "tokenizer.json", 50)
     (mine / "tokenizer.model").symlink_to(tmp_path / "outside" / "tokenizer.model")
-    write(own / "imported" / ".mine-0123456789abcdef.lock", 0)
+    write(own / "imported" / f".{MINE}.lock", 0)
     repo = hub / "models--some--repo"
     write(repo / "blobs" / "abc", 70)
     (repo / "snapshots" / COMMIT).mkdir(parents=True)
     (repo / "snapshots" / COMMIT / "config.json").symlink_to("../../blobs/abc")
     write(repo / "refs" / "main", 0).write_text(COMMIT)
+    write(hub / "models--interrupted" / "blobs" / "abc.incomplete", 60)
     return tmp_path
 
 
@@ -55,27 +56,30 @@ def test_the_list_has_name_kind_and_size_of_all(capsys: pytest.CaptureFixture[st
     assert models("--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [(model["name"], model["kind"], model["size_bytes"]) for model in found] == [
-        ("mine-0123456789abcdef", "imported", 50),
+        (MINE, "imported", 50),
+        ("interrupted", "hub", 60),
         ("smollm2", "alias", 800),
         ("some/repo", "hub", 70),
     ]
-    assert found[1]["used_s"] == 86400.0 * 365
+    assert {model["used_s"] for model in found} == {86400.0 * 365}, "and looking is no use of them"
     assert models() == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["smollm2", "alias", "0", "MB", "1971-01-01"] in rows
+    assert [MINE, "imported", "0", "MB", "1971-01-01"] in rows
 
 
 def test_where_there_is_none_it_says_how_to_get_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("MINISGL_CACHE", str(tmp_path / "none"))
-    find_cached("some/repo").remove()
+    for name in ("some/repo", "interrupted"):
+        find_cached(name).remove()
     assert cached_models() == []
     assert models() == 0
     assert "`minisgl models pull smollm2`" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["smollm2", "mine-0123456789abcdef", "some/repo"])
+@pytest.mark.parametrize("name", ["smollm2", MINE, "some/repo", "interrupted"])
 def test_what_is_removed_is_gone_and_all_else_stays(name: str, caches: Path):
     others = [model.name for model in cached_models() if model.name != name]
     before = find_cached(name).size_bytes
@@ -95,7 +99,7 @@ def test_what_is_removed_is_gone_and_all_else_stays(name: str, caches: Path):
 def test_a_name_that_is_not_in_the_list_is_refused(name: str, hint: str, caches: Path):
     with pytest.raises(ValueError, match=hint):
         models("rm", name, "--yes")
-    assert len(cached_models()) == 3 and (caches / "outside" / "tokenizer.model").exists()
+    assert len(cached_models()) == 4 and (caches / "outside" / "tokenizer.model").exists()
 
 
 class Terminal(io.StringIO):
@@ -103,7 +107,7 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("said", "code", "left"), [("y\n", 0, 2), ("n\n", 1, 3), ("\n", 1, 3), ("", 1, 3)])
+@pytest.mark.parametrize(("said", "code", "left"), [("y\n", 0, 3), ("n\n", 1, 4), ("\n", 1, 4), ("", 1, 4)])
 def test_it_asks_before_it_removes(said: str, code: int, left: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", Terminal(said))
     assert models("rm", "smollm2") == code
@@ -114,7 +118,7 @@ def test_without_a_terminal_to_ask_on_it_needs_yes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     with pytest.raises(ValueError, match="give --yes"):
         models("rm", "smollm2")
-    assert len(cached_models()) == 3
+    assert len(cached_models()) == 4
 
 
 def test_pull_passes_the_revision_on_shows_progress_and_prints_where_the_model_is(

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from fake_llm import output
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minisgl.config import SamplingParams
 from minisgl.results import RequestOutput, TokenLogprob
@@ -12,6 +14,8 @@ from minisgl.server.protocol import (
     CHAT,
     COMPLETIONS,
     NEUTRAL,
+    OWN,
+    SAMPLING,
     WITHOUT_EFFECT,
     ApiRequest,
     RequestError,
@@ -95,7 +99,10 @@ def test_token_ids_are_text_in_the_keys_of_logit_bias():
     assert chat(logit_bias={"15043": -100, "5": 1.5}).sampling.logit_bias == {15043: -100, 5: 1.5}
 
 
-@pytest.mark.parametrize("value", [{"one": 1}, [1], 5, {"1": 200}, {"1": "much"}])
+@pytest.mark.parametrize(
+    "value",
+    [{"one": 1}, [1], 5, {"1": 200}, {"1": "much"}, {"-1": 1}, {"5": 1, "05": 2}, {"1_0": 1}, {" 5": 1}, {"": 1}],
+)
 def test_any_other_logit_bias_is_refused(value: Any):
     assert refusal(CHAT, logit_bias=value).param == "logit_bias"
 
@@ -147,6 +154,7 @@ def test_options_of_the_template_reach_it():
         (CHAT, {"temperature": "hot"}, "temperature", "got 'hot'"),
         (CHAT, {"n": True}, "n", "got True"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
+        (CHAT, {"top_logprobs": []}, "top_logprobs", "needs logprobs: true"),
         (CHAT, {"logprobs": 2}, "logprobs", "logprobs must be true or false, got 2"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be from 0 to 20, got 21"),
         (COMPLETIONS, {"logprobs": True}, "logprobs", "got True"),
@@ -174,6 +182,30 @@ def test_what_would_change_the_output_is_refused_by_its_name(route: str, fields:
     assert error_body(error)["error"]["message"] == str(error)
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def outcome(route: str, body: dict[str, Any]) -> str:
+    try:
+        parse_request(route, body, {"tiny": None})
+    except RequestError as error:
+        return str(error)
+    return "taken"
+
+
+@given(route=st.sampled_from([CHAT, COMPLETIONS]), body=st.data())
+@settings(max_examples=500, deadline=None)
+def test_whatever_a_field_holds_it_is_taken_or_refused_in_one_line(route: str, body: st.DataObject):
+    names = st.sampled_from(sorted({*SAMPLING, *OWN[route], *NEUTRAL[route], *WITHOUT_EFFECT, "other"}))
+    given = {"messages": HELLO} if route == CHAT else {"prompt": "Hello"}
+    given |= body.draw(st.dictionaries(names, JSON, max_size=3))
+    assert "\n" not in outcome(route, given)
+
+
 @pytest.mark.parametrize("body", [None, "hi", [], 5])
 def test_a_body_that_is_no_object_is_refused(body: Any):
     with pytest.raises(RequestError, match="must be a JSON object"):
@@ -197,13 +229,13 @@ def test_fields_at_a_value_without_effect_are_taken_and_so_is_null(route: str):
 # Answers
 
 
-def token_text(token: int) -> tuple[str, bytes | None]:
-    """Token 255 is part of a character."""
-    return ("\ufffd", None) if token == 255 else (chr(token), chr(token).encode())
+def token_bytes(token: int) -> bytes:
+    """Tokens from 256 on are single bytes, also of characters that have several."""
+    return bytes([token - 256]) if token >= 256 else chr(token).encode()
 
 
 def answer(request: ApiRequest, *outputs: RequestOutput) -> dict[str, Any]:
-    body = build_response(request, outputs, "tiny", 1234, token_text)
+    body = build_response(request, outputs, "tiny", 1234, token_bytes)
     assert json.loads(json.dumps(body)) == body
     return body
 
@@ -264,12 +296,26 @@ def test_logprobs_of_a_completion_are_lists_beside_each_other():
     }
 
 
-def test_bytes_that_are_not_known_are_null():
-    result = output("abc", logprobs=0)
-    assert result.outputs[0].logprobs is not None
-    result.outputs[0].logprobs[0] = TokenLogprob(token_id=255, logprob=-1.0, top={})
-    entry = answer(chat(logprobs=True), result)["choices"][0]["logprobs"]["content"][0]
-    assert entry == {"token": "\ufffd", "logprob": -1.0, "bytes": None, "top_logprobs": []}
+def split_character() -> RequestOutput:
+    """The answer a😀b, in six tokens."""
+    result = output("a😀b", logprobs=0)
+    tokens = [ord("a"), *(256 + byte for byte in "😀".encode()), ord("b")]
+    scores = result.outputs[0].logprobs
+    assert scores is not None
+    scores[:] = [TokenLogprob(token_id=token, logprob=-1.0, top={token: -1.0}) for token in tokens]
+    return result
+
+
+def test_a_part_of_a_character_has_its_own_bytes_and_all_bytes_joined_are_the_text():
+    entries = answer(chat(logprobs=True), split_character())["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == ["a", *["\ufffd"] * 4, "b"]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "a😀b"
+    assert [entry["top_logprobs"][0]["bytes"] for entry in entries] == [entry["bytes"] for entry in entries]
+
+
+def test_the_offset_of_a_token_is_where_its_character_begins_in_the_text():
+    logprobs = answer(complete(logprobs=0), split_character())["choices"][0]["logprobs"]
+    assert logprobs["text_offset"] == [0, 1, 1, 1, 1, 2]
 
 
 def test_token_ids_are_returned_where_they_are_asked_for():

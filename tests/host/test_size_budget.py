@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUDGET = {"core": 4500, "server": 2000, "bench and profiling": 2200, "chat": 800, "cli": 800}
+BUDGET = {
+    "core": 4500,
+    "source and tokenizer": 1800,
+    "server": 2000,
+    "bench and profiling": 2200,
+    "chat": 800,
+    "cli": 800,
+}
 LONGEST_MODULE = 400
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

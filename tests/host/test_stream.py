@@ -129,6 +129,39 @@ def test_pieces_joined_are_the_full_decode(name, skip, data, chunks):
     assert decoder.finish() == ""
 
 
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "bpe with suffix"])
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_bytes_of_tokens_joined_are_what_they_add_to_a_text(name, data):
+    tokenizer = TOKENIZERS[name]
+    before = token_id(name, "e" if name in OF_TEXT else "the")
+    ids = data.draw(answers(tokenizer) | st.sampled_from([tokenizer.encode(text) for text in TEXTS]))
+    joined = b"".join(map(tokenizer.token_bytes, ids))
+    whole, alone = (BACKENDS[name].decode(tokens, skip_special_tokens=False) for tokens in ([before, *ids], [before]))
+    if name == "byte-level":
+        assert whole == alone + joined.decode(errors="replace")
+    elif is_utf8(joined) and longest_run(ids) < 64:  # a byte token that is not spoils its neighbours in the text
+        assert whole == alone + joined.decode()
+
+
+def is_utf8(data: bytes) -> bool:
+    return data.decode(errors="ignore").encode() == data
+
+
+def test_the_bytes_of_a_tokenizers_own_text_are_its_utf8():
+    for name in OF_TEXT:
+        for text in TEXTS:
+            joined = b"".join(map(TOKENIZERS[name].token_bytes, TOKENIZERS[name].encode(text)))
+            assert joined.decode() in (text, f" {text}"), name  # sentencepiece's first word has its space
+
+
+def test_a_part_of_a_character_is_its_own_bytes_and_an_unknown_id_none():
+    as_bytes = [token_id("byte-level", BYTE_CHARACTERS[byte]) for byte in "世".encode()]
+    assert [TOKENIZERS["byte-level"].token_bytes(token) for token in as_bytes] == [b"\xe4", b"\xb8", b"\x96"]
+    assert TOKENIZERS["byte fallback"].token_bytes(token_id("byte fallback", "<0xE4>")) == b"\xe4"
+    assert [tokenizer.token_bytes(10**6) for tokenizer in TOKENIZERS.values()] == [b""] * len(TOKENIZERS)
+
+
 def byte_characters() -> dict[int, str]:
     """The character that each byte is written as in a byte-level vocabulary."""
     points = [*range(0x800), *range(0x800, 0xD800, 0x800), *range(0xE000, 0x110000, 0x1000)]
@@ -187,6 +220,27 @@ def test_overlapping_and_repeating_stop_strings_are_found(text, stops):
     decoder = StreamDecoder(tokenizer, stop=stops)
     pieces = feed(decoder, ids, [1])
     assert ("".join(pieces), decoder.matched, decoder.num_tokens_kept) == reference(backend, ids, stops)
+
+
+@given(
+    text=st.text("ab", max_size=20),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 12),
+    include=st.booleans(),
+)
+@settings(max_examples=500, deadline=None)
+def test_a_stop_string_counts_if_it_completes_after_min_tokens_wherever_it_begins(text, stops, min_tokens, include):
+    ids = [token_id("byte-level", character) for character in text]
+    decoder = StreamDecoder(TOKENIZERS["byte-level"], stop=stops, min_tokens=min_tokens, include_stop=include)
+    pieces = feed(decoder, ids, [1])
+    ends = [end for end in range(min_tokens + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    if not ends:
+        assert ("".join(pieces), decoder.matched) == (text, None)
+        return
+    matched = max((stop for stop in stops if text[: ends[0]].endswith(stop)), key=len)
+    # Of a stop string that begins within min_tokens nothing was sent either.
+    shown = text[: ends[0]] if include else text[: ends[0] - len(matched)]
+    assert ("".join(pieces), decoder.matched, decoder.num_tokens_kept) == (shown, matched, ends[0])
 
 
 @given(data=st.data())

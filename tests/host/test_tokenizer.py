@@ -193,6 +193,12 @@ def test_an_id_out_of_range_is_refused(bad):
         Tokenizer(byte_level()).decode([0, bad])
 
 
+@pytest.mark.parametrize("bad", [[1.0], ["1"], [None], [[1]], "Hi", 5, None, np.array(5)])
+def test_what_is_no_list_of_ids_is_refused(bad):
+    with pytest.raises(ValueError, match="token ids must be a list of whole numbers, got"):
+        Tokenizer(byte_level()).decode(bad)
+
+
 def test_the_vocabulary_ends_at_the_highest_id_even_where_ids_are_missing():
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
     assert Tokenizer(backend).vocab_size == 8

@@ -12,8 +12,7 @@ import transformers
 from torch import Tensor
 
 from minisgl.attention.base import Step
-from minisgl.batch import Batch
-from minisgl.scheduler.slots import Slots
+from minisgl.batch import Batch, Joins
 
 Row = tuple[int, Sequence[int], int]
 
@@ -61,15 +60,15 @@ def _write_tiny_model(folder: Path, architecture: str, overrides: dict[str, Any]
 
 
 @pytest.fixture(scope="session")
-def make_step() -> Callable[[Tensor, Sequence[Row], int], tuple[Step, Tensor]]:
-    """`make_step(page_table, rows, num_decode)`: a Step on the table's device, and the ids of all its tokens, [T].
+def make_step() -> Callable[[Tensor, int, Sequence[Row], int], tuple[Step, Tensor]]:
+    """`make_step(page_table, page_size, rows, num_decode)`: a Step on the table's device, and all its tokens' ids [T].
 
     A row is (slot, new tokens, length with them); decode rows come first.
     """
     return _make_step
 
 
-def _make_step(page_table: Tensor, rows: Sequence[Row], num_decode: int) -> tuple[Step, Tensor]:
+def _make_step(page_table: Tensor, page_size: int, rows: Sequence[Row], num_decode: int) -> tuple[Step, Tensor]:
     slots, new_tokens, kv_lens = zip(*rows, strict=True)
     q_lens = [len(tokens) for tokens in new_tokens]
     batch = Batch(
@@ -80,15 +79,16 @@ def _make_step(page_table: Tensor, rows: Sequence[Row], num_decode: int) -> tupl
         input_ids=np.array([token for tokens in new_tokens[num_decode:] for token in tokens], np.int32),
         samples=np.ones(len(rows), np.bool_),
         page_writes=np.zeros((0, 3), np.int32),
-        joins=Slots(num_slots=1, context=1, page_size=1).joins([]),
+        joins=Joins.greedy(np.empty(0, np.int32)),
     )
     device = page_table.device
+    positions = torch.cat([torch.arange(k - q, k) for q, k in zip(q_lens, kv_lens, strict=True)]).to(device)
+    pages = page_table[torch.tensor(np.repeat(slots, q_lens), device=device), positions // page_size].long()
     step = Step(
         batch=batch,
-        page_table=page_table,
-        slots=torch.tensor(slots, device=device),
+        tables=page_table[list(slots)],
         kv_len=torch.tensor(kv_lens, dtype=torch.int32, device=device),
-        token_slots=torch.tensor(np.repeat(slots, q_lens), device=device),
-        positions=torch.cat([torch.arange(k - q, k) for q, k in zip(q_lens, kv_lens, strict=True)]).to(device),
+        positions=positions,
+        entries=pages * page_size + positions % page_size,
     )
     return step, torch.tensor([token for tokens in new_tokens for token in tokens], device=device)

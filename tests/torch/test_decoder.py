@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from minisgl.attention.base import Step
-from minisgl.attention.reference import ReferenceAttention
+from minisgl.attention.base import KVCache, PagedAttention, Shape, Step
+from minisgl.attention.choose import attention
 from minisgl.model.decoder import Decoder
 from minisgl.model.layers import rms_norm
 from minisgl.model.weights import load_weights
@@ -79,11 +79,10 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     return model
 
 
-def backend(model: Decoder, num_pages: int, page_size: int) -> ReferenceAttention:
+def backend(model: Decoder, num_pages: int, page_size: int) -> PagedAttention:
     config, dtype = model.config, model.norm.weight.dtype
-    return ReferenceAttention(
-        config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_size, dtype, CPU
-    )
+    shape = Shape(page_size, config.num_heads, config.num_kv_heads, config.head_size, dtype, None)
+    return attention(("reference", "reference"), KVCache(shape, config.num_layers, num_pages, CPU), shape)
 
 
 @dataclass
@@ -105,7 +104,7 @@ def generate(
     generator = torch.Generator().manual_seed(1)
     num_pages = width * len(prompts)
     page_table = torch.randperm(num_pages, generator=generator).int().view(len(prompts), width)
-    attention = backend(model, num_pages, page_size)
+    paged = backend(model, num_pages, page_size)
     while running := [r for r in requests if len(r.tokens) < r.prompt_len + NEW_TOKENS]:
         decodes = [r for r in running if r.done >= r.prompt_len]
         prefills = [r for r in running if r.done < r.prompt_len]
@@ -113,9 +112,9 @@ def generate(
         rows = [
             (requests.index(r), r.tokens[r.done : end], end) for r, end in zip(decodes + prefills, ends, strict=True)
         ]
-        step, input_ids = make_step(page_table, rows, len(decodes))
-        attention.plan(step)
-        logits = model.logits(model(input_ids, step.positions, attention))  # [T, V]
+        step, input_ids = make_step(page_table, page_size, rows, len(decodes))
+        paged.begin(step)
+        logits = model.logits(model(input_ids, step.positions, paged))  # [T, V]
         sizes = [len(tokens) for _, tokens, _ in rows]
         for request, end, rows_logits in zip(decodes + prefills, ends, logits.split(sizes), strict=True):
             request.done = end
@@ -175,11 +174,11 @@ def test_packing_leaves_float32_as_it_is(tiny_model: Callable[..., Path]) -> Non
 
 def test_token_ids_may_be_32_bit(tiny_model: Callable[..., Path], make_step: MakeStep) -> None:
     model = loaded(tiny_model(LLAMA))
-    step, input_ids = make_step(torch.arange(4, dtype=torch.int32)[None], [(0, [5, 300, 7], 3)], 0)
-    attention = backend(model, 4, 16)
-    attention.plan(step)
-    wide = model(input_ids, step.positions, attention)
-    torch.testing.assert_close(model(input_ids.int(), step.positions, attention), wide, rtol=0, atol=0)
+    step, input_ids = make_step(torch.arange(4, dtype=torch.int32)[None], 16, [(0, [5, 300, 7], 3)], 0)
+    paged = backend(model, 4, 16)
+    paged.begin(step)
+    wide = model(input_ids, step.positions, paged)
+    torch.testing.assert_close(model(input_ids.int(), step.positions, paged), wide, rtol=0, atol=0)
 
 
 def test_norms_round_to_bfloat16_where_transformers_does() -> None:

@@ -1,5 +1,6 @@
 """What a user of the offline engine asks for beyond plain tokens, on tiny models against transformers' own logits."""
 
+import json
 import random
 
 import numpy as np
@@ -12,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from minisgl import LLM, SamplingParams
 from minisgl.generation import derived_seed
 from minisgl.scheduler.scheduler import Demand
+from minisgl.server.batch import answer_rows
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .!?\n0123456789"
 
@@ -22,7 +24,7 @@ def folder(tiny_model, tmp_path_factory):
     made = tmp_path_factory.mktemp("letters")
     for file in tiny_model("LlamaForCausalLM").iterdir():
         (made / file.name).write_bytes(file.read_bytes())
-    vocab = {c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())} | {"<s>": 257, "</s>": 258}
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<s>": 257, "</s>": 258}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -197,15 +199,20 @@ def test_streamed_pieces_of_n_answers_are_their_texts(llm):
 
 
 def test_a_stop_string_is_shown_when_asked_and_not_looked_for_within_min_tokens(llm):
-    free = llm.generate(["hello"], params())[0]
-    stop = free.text[3]
+    letters = dict.fromkeys(llm.tokenize(ALPHABET), 50.0)  # so that a token is a character
+    free = llm.generate(["hello"], params(logit_bias=letters))[0]
+    stop = free.text[3:5]
     first = free.text.index(stop)
-    cut = llm.generate(["hello"], params(stop=stop))[0]
+    cut = llm.generate(["hello"], params(logit_bias=letters, stop=stop))[0]
     assert cut.text == free.text[:first] and cut.outputs[0].stop_reason == stop
-    shown = llm.generate(["hello"], params(stop=stop, include_stop_str_in_output=True))[0]
-    assert shown.text == free.text[: first + 1]
-    later = llm.generate(["hello"], params(stop=stop, min_tokens=first + 2))[0]
-    assert later.text.startswith(free.text[: first + 1])
+    shown = llm.generate(["hello"], params(logit_bias=letters, stop=stop, include_stop_str_in_output=True))[0]
+    assert shown.text == free.text[: first + 2]
+    for min_tokens in (first + 1, first + 2, 12):
+        asked = params(logit_bias=letters, stop=stop, min_tokens=min_tokens)
+        later = llm.generate(["hello"], asked)[0]
+        at = free.text.find(stop, min_tokens - 1)  # it may begin within min_tokens, but not end there
+        assert later.text == (free.text if at < 0 else free.text[:at])
+        assert "".join(piece.text for piece in llm.stream("hello", asked)) == later.text
 
 
 def test_special_tokens_are_shown_when_asked(llm):
@@ -230,6 +237,12 @@ def test_chat_answers_one_conversation_or_many(llm):
     assert len(single) == 1 and first.outputs[0].token_ids == single[0].outputs[0].token_ids
     prompt = llm.detokenize(second.prompt_token_ids, skip_special_tokens=False)
     assert prompt == "<s>user\nhi<s>assistant\nyes<s>user\ngo"
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", {"role": "user", "content": "hi"}, [5], [[5]], [None], iter(())])
+def test_what_is_no_conversation_is_refused(llm, messages):
+    with pytest.raises(ValueError, match="message"):
+        llm.chat(messages, params())
 
 
 def test_text_and_tokens_are_each_others_inverse(llm):
@@ -321,6 +334,20 @@ def test_the_space_before_an_answers_first_word_is_kept_after_a_text_and_left_ou
         assert "".join(p.text for p in llm.stream(prompt, params(max_tokens=4))) == out.text
         after_ids = llm.generate([out.prompt_token_ids], params(max_tokens=4))[0]
         assert after_ids.text == out.text[1:]
+
+
+def test_a_row_of_a_batch_file_goes_on_with_its_text_as_generate_does(words):
+    with LLM(str(words), dtype="float32", device="cpu") as llm:
+        ids = llm.tokenize("w260 w261")
+        want = [out.text for out in llm.generate(["w260 w261", ids], params(max_tokens=4))]
+        assert want[0].startswith(" w") and want[1] == want[0][1:]
+        body = {"prompt": ["w260 w261", ids], "max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+        line = json.dumps({"custom_id": "x", "body": body}).encode()
+        rows = []
+        assert answer_rows(llm, [("x", line)], SamplingParams(), rows.append, lambda *_: None, lambda: None) == 0
+        first, second = rows[0]["response"]["body"]["choices"]
+        assert [first["text"], second["text"]] == want
+        assert "".join(first["logprobs"]["tokens"]) == first["text"]
 
 
 def test_the_tokenizers_end_of_text_ends_an_answer_too(words):

@@ -1,6 +1,7 @@
 import json
 import logging
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,11 @@ import torch
 import transformers
 
 from minisgl import LLM, EngineConfig, SamplingParams
+from minisgl.build import resolve, resolve_kernels
 from minisgl.scheduler.scheduler import Demand
+from minisgl.source.model_config import read_model_config
+
+MODELS = Path(__file__).parents[2] / "bench_configs" / "models"
 
 ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 SETTINGS = {
@@ -186,6 +191,9 @@ def test_prompts_around_the_context_limit(tiny_model, limits, caplog):
         ([b"hello"], None, "a prompt must be"),
         ([{5: 6}], None, "a prompt must be"),
         ([1, [2]], None, "a prompt must be"),
+        (np.array(5), None, "prompts must be"),
+        ([np.array(5)], None, "a prompt must be"),
+        (iter([[5]]), None, "prompts must be"),
     ],
 )
 def test_wrong_input_is_a_clear_error_and_the_engine_goes_on(llama, prompts, params, message):
@@ -304,6 +312,72 @@ def test_thousands_of_prompts_wait_outside_the_engine(llama):
     assert max(waiting) <= 2 * 8
 
 
+def test_fed_prompts_are_taken_as_there_is_room_and_each_is_told_when_it_ends(llama):
+    taken, told = [], []
+
+    def prompts():
+        for number in range(200):
+            taken.append(number)
+            yield [3 + number], SamplingParams(max_tokens=1 + number % 7, temperature=0, ignore_eos=True)
+
+    for ended in llama.feed(prompts()):
+        told += ended
+        assert len(taken) - len(told) <= 3 * 8, "those that run, and those that wait for them"
+        assert len(taken) - len(told) >= 8 or len(taken) == 200, "it never runs dry before the end"
+    assert sorted(number for number, _ in told) == taken == list(range(200))
+    for number, output in told:
+        assert output.prompt_token_ids == [3 + number] and len(output.outputs[0].token_ids) == 1 + number % 7
+    assert llama.generated_tokens == sum(1 + number % 7 for number in range(200))
+
+
+def test_leaving_a_feed_aborts_and_a_prompt_that_cannot_run_ends_it(llama):
+    greedy = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    feed = llama.feed(([token], greedy) for token in range(3, 300))
+    next(feed)
+    assert llama.stats().running > 0
+    feed.close()
+    assert llama.stats().running == llama.stats().waiting == llama.stats().pages_locked == 0
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        list(llama.feed([([5], greedy), ([], greedy)]))
+    assert llama.stats().running == llama.stats().waiting == 0 and not llama._generations
+
+
+@pytest.mark.parametrize("inner", ["generate", "stream", "feed"])
+def test_other_work_in_the_middle_of_a_call_loses_no_result_of_it(llama, inner):
+    greedy = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    want = {token: llama.generate([[token]], greedy)[0].outputs[0].token_ids for token in range(3, 33)}
+    extra = []
+
+    def more(number, output):
+        if inner == "generate":
+            extra.append(llama.generate([[20]], greedy)[0])
+        elif inner == "stream":
+            extra.append(list(llama.stream([20], greedy))[-1].output)
+        else:
+            extra.extend(result for ended in llama.feed([([20], greedy)]) for _, result in ended)
+
+    outs = llama.generate([[token] for token in range(3, 33)], greedy, on_finished=more)
+    assert [o.outputs[0].token_ids for o in outs] == list(want.values())
+    assert [o.outputs[0].token_ids for o in extra] == [want[20]] * 30
+
+
+def test_an_abort_of_all_ends_those_too_that_wait_outside_the_engine(llama):
+    greedy = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    told = []
+
+    def abort_once(number, output):
+        if not told:
+            llama.abort()
+        told.append(number)
+
+    steps = llama.stats().steps
+    asked = [SamplingParams(max_tokens=1)] + [greedy] * 199
+    outs = llama.generate([[token] for token in range(3, 203)], asked, on_finished=abort_once)
+    assert [o.outputs[0].finish_reason for o in outs] == ["length"] + ["abort"] * 199
+    assert sorted(told) == list(range(200)) and llama.stats().steps - steps < 30
+    assert llama.generate([[5]], greedy)[0].outputs[0].finish_reason == "length"
+
+
 def test_dummy_weights_need_only_a_config(tiny_model, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_model("Qwen3ForCausalLM") / "config.json").read_bytes())
     greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -329,15 +403,16 @@ def test_close_is_idempotent_and_what_comes_after_says_so(tiny_model):
     ("options", "message"),
     [
         ({"tp": 2}, "tp=2: tensor parallelism is not part"),
-        ({"attention_backend": "flashinfer"}, "'flashinfer' is not part of this version"),
-        ({"attention_backend": "reference,flash"}, "'flash' is not part"),
-        ({"cuda_graph": True}, "CUDA graphs are not part"),
-        ({"cuda_graph_max_bs": 8}, "CUDA graphs are not part"),
+        ({"attention_backend": "flashinfer"}, "flashinfer cannot do prefill here: flashinfer"),
+        ({"attention_backend": "flash"}, "flash cannot do prefill here: flash"),
+        ({"attention_backend": "reference,flash"}, "flash is for prefill: name another backend for decode"),
+        ({"attention_backend": "triton"}, "'triton' is none of auto, reference, flashinfer, flash"),
+        ({"cuda_graph": True}, "the device is a CPU"),
     ],
 )
-def test_what_does_not_exist_yet_is_refused_before_anything_is_fetched(options, message):
+def test_what_is_not_there_is_refused_before_anything_is_fetched(options, message):
     with pytest.raises(ValueError, match=message):
-        LLM("no-such-org/no-such-model", **options)
+        LLM("no-such-org/no-such-model", device="cpu", **options)
 
 
 @pytest.mark.parametrize("name", ["auto,reference,auto", ","])
@@ -363,7 +438,35 @@ def test_a_context_longer_than_the_models_is_refused_with_both_numbers(tiny_mode
 def test_the_configuration_in_force_is_concrete(tiny_model):
     with LLM.from_config(EngineConfig(model=str(tiny_model("LlamaForCausalLM")))) as llm:
         assert llm.config.device in ("cpu", "cuda") and llm.config.dtype != "auto"
-        assert llm.config.page_size == 16 and llm.config.attention_backend == "reference"
+        assert llm.config.page_size and "auto" not in llm.config.attention_backend
+        assert llm.config.cuda_graph is bool(llm.config.cuda_graph_bs)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, (1, 2, 4, 8, 16, 24, 30)),
+        ({"cuda_graph_max_bs": 5}, (1, 2, 4, 5)),
+        ({"cuda_graph_bs": [7, 3, 64]}, (3, 7)),
+        ({"cuda_graph_bs": [7, 3, 9], "cuda_graph_max_bs": 8}, (3, 7)),
+        ({"cuda_graph": False}, ()),
+        ({"cuda_graph_max_bs": 0}, ()),
+    ],
+)
+def test_graphs_are_as_large_as_asked_and_no_larger_than_the_running_requests(options, sizes, monkeypatch):
+    """What a CUDA device would get."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    options = {"cuda_graph": True, **options} if sizes else options
+    config = resolve(EngineConfig(max_running_requests=30, **options))
+    resolved = resolve_kernels(config, read_model_config(MODELS / "qwen3-0.6b"))
+    assert (resolved.cuda_graph_bs, resolved.cuda_graph_max_bs) == (sizes, max(sizes, default=0))
+
+
+def test_graphs_that_are_asked_for_and_ruled_out_are_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="cuda_graph_max_bs=0 leaves none"):
+        resolve(EngineConfig(cuda_graph=True, cuda_graph_max_bs=0))
 
 
 def test_bfloat16_runs_too(tiny_model):

@@ -1,14 +1,15 @@
 """The reference backend against attention written out, one query head of one token at a time, in float64."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import Step
-from minisgl.attention.reference import ReferenceAttention, group_by_length, supports
+from minisgl.attention.base import KVCache, PagedAttention, Shape, Step
+from minisgl.attention.reference import ReferenceDecode, ReferencePrefill, group_by_length, supports
 
 MakeStep = Callable[..., tuple[Step, Tensor]]
 Row = tuple[int, int, int]  # slot, first token, end of the tokens computed in this step
@@ -35,14 +36,15 @@ class Requests:
         scale: float | None = None,
         device: str = "cpu",
     ) -> None:
-        self.make_step, self.device = make_step, torch.device(device)
+        self.make_step, self.device, self.static = make_step, torch.device(device), False
         self.scale = head_size**-0.5 if scale is None else scale
         pages = [-(-length // page_size) for length in lengths]
         num_pages = sum(pages) + 3
-        self.backend = ReferenceAttention(
-            NUM_LAYERS, num_pages, page_size, num_kv_heads, head_size, dtype, self.device, scale
-        )
-        self.backend.kv.fill_(torch.nan)
+        shape = Shape(page_size, num_kv_heads * group, num_kv_heads, head_size, dtype, None)
+        self.kv = KVCache(shape, NUM_LAYERS, num_pages, self.device)
+        phases = ReferencePrefill(self.kv, self.scale), ReferenceDecode(self.kv, self.scale)
+        self.backend = PagedAttention(self.kv, *phases)
+        self.kv.memory.fill_(torch.nan)
         generator = torch.Generator().manual_seed(0)
         shuffled = torch.randperm(num_pages, generator=generator).int()
         self.page_table = torch.full((len(lengths) + 1, max(pages) + 2), 2**30, dtype=torch.int32)
@@ -57,12 +59,15 @@ class Requests:
 
     def run(self, rows: Sequence[Row], num_decode: int = 0) -> list[Tensor]:
         """What one step gives each row: [layer, q_len, H, D]."""
-        step, _ = self.make_step(self.page_table, [(s, range(a, b), b) for s, a, b in rows], num_decode)
-        self.backend.plan(step)
+        tokens = [(s, range(a, b), b) for s, a, b in rows]
+        step, _ = self.make_step(self.page_table, self.kv.page_size, tokens, num_decode)
+        self.backend.begin(replace(step, static=self.static))
         layers = []
         for layer in range(NUM_LAYERS):
             q, k, v = (torch.cat([x[slot][layer, a:b] for slot, a, b in rows]) for x in (self.q, self.k, self.v))
-            layers.append(self.backend.forward(layer, q.to(self.device), k.to(self.device), v.to(self.device)).cpu())
+            for cache, new in zip(self.kv.entries(layer), (k, v), strict=True):
+                cache.index_copy_(0, step.entries, new.to(self.device))
+            layers.append(self.backend.forward(layer, q.to(self.device)).cpu())
         return list(torch.stack(layers).split([stop - start for _, start, stop in rows], dim=1))
 
     def written_out(self, slot: int, start: int, stop: int) -> Tensor:
@@ -189,5 +194,14 @@ def test_one_long_row_does_not_pad_255_short_ones() -> None:
     assert sum(len(group) * int(lengths[group].max()) for group in groups) == lengths.sum()
 
 
+def test_a_static_step_reads_lengths_on_the_device_alone(make_step: MakeStep) -> None:
+    lengths = [1, 2, 3, 400, 5, 130, 129, 128, 64, 270]
+    requests = Requests(make_step, lengths, page_size=16, num_kv_heads=1)
+    requests.page_table[requests.page_table == 2**30] = 0  # what a graph reads beyond a row's pages is within the pool
+    requests.run([(slot, 0, length - 1) for slot, length in enumerate(lengths) if length > 1])
+    requests.static = True
+    requests.check([(slot, length - 1, length) for slot, length in enumerate(lengths)], num_decode=len(lengths))
+
+
 def test_the_reference_supports_everything() -> None:
-    assert supports(page_size=3, head_size=7, group=5, dtype=torch.float32, capability=None) is None
+    assert supports(Shape(3, 10, 2, 7, torch.float32, None), "decode") is None

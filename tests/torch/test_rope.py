@@ -9,7 +9,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from minisgl.model.rope import attention_factor, inverse_frequencies, rope_table, rotate, rotation
+from minisgl.kernels.rotary import Rotation, rotate
+from minisgl.model.rope import attention_factor, inverse_frequencies, rope_table
 from minisgl.source.model_config import RopeConfig
 
 LLAMA_31 = RopeConfig(
@@ -77,13 +78,13 @@ def test_rotated_heads_are_those_of_transformers(rope: RopeConfig, head_size: in
     table = rope_table(rope, head_size, 2048, torch.device("cpu"))
     assert table.shape == (2048, head_size)
     assert table.dtype == torch.float32
-    torch.testing.assert_close(rotate(q, rotation(table[positions])), expected[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(rotate(q, Rotation(table, positions).factors), expected[0], rtol=0, atol=2e-5)
 
 
 def test_half_precision_is_rotated_in_float32_and_rounded_once() -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 2, 64, dtype=torch.bfloat16)
-    cos_sin = rotation(rope_table(RopeConfig(theta=1e4), 64, 5, torch.device("cpu")))
+    cos_sin = Rotation(rope_table(RopeConfig(theta=1e4), 64, 5, torch.device("cpu")), torch.arange(5)).factors
     rotated = rotate(x, cos_sin)
     assert rotated.dtype == torch.bfloat16
     torch.testing.assert_close(rotated, rotate(x.float(), cos_sin).bfloat16(), rtol=0, atol=0)

@@ -1,0 +1,137 @@
+"""CUDA graphs, and all settings that must change nothing."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl import LLM, SamplingParams
+from minisgl.engine import Engine
+from minisgl.generation import NEUTRAL
+from minisgl.request import Request
+
+pytestmark = pytest.mark.gpu
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SMALL = {"vocab_size": 1000, "num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+def tokens(llm: LLM, prompts, params=GREEDY):
+    return [out.outputs[0].token_ids for out in llm.generate(prompts, params)]
+
+
+def some_prompts(count, shortest=1, longest=90, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(1000) for _ in range(rng.randint(shortest, longest))] for _ in range(count)]
+
+
+def test_graphs_of_every_batch_size_equal_eager_in_float32(qwen3):
+    """Up to one more than the largest graph, so that every padding and the way without a graph are among them."""
+    fields = {
+        "load_format": "dummy", "dtype": "float32", "max_model_len": 128, "num_pages": 200, "cuda_graph_max_bs": 12
+    }  # fmt: skip
+    folder = qwen3(**SMALL)
+    got = []
+    for graphs in (True, False):
+        with LLM(folder, cuda_graph=graphs, **fields) as llm:
+            assert llm.config.cuda_graph_bs == ((1, 2, 4, 8, 12) if graphs else ())
+            got.append([tokens(llm, some_prompts(n, seed=n)) for n in range(1, 14)])
+    assert got[0] == got[1]
+
+
+@pytest.mark.parametrize("page_size", [1, 64], ids=["planned on the host", "without a plan"])
+def test_log_probabilities_of_graphs_are_those_of_eager_in_bfloat16(qwen3, page_size):
+    """Of the first token that a decode step draws; page size 1 runs FlashInfer's own decode kernel."""
+    params = replace(GREEDY, max_tokens=2, logprobs=20)
+    folder = qwen3()
+    seen = []
+    for graphs in (True, False):
+        fields = {"max_model_len": 2048, "num_pages": 64_000 // page_size, "page_size": page_size, "cache": "none"}
+        with LLM(folder, load_format="dummy", cuda_graph=graphs, cuda_graph_max_bs=12, **fields) as llm:
+            outs = [out for n in (*range(1, 14),) for out in llm.generate(some_prompts(n, 1, 900, seed=n), params)]
+        seen.append([out.outputs[0] for out in outs])
+    for graph, eager in zip(*seen, strict=True):
+        assert graph.token_ids[0] == eager.token_ids[0]
+        ours, theirs = graph.logprobs[1].top, eager.logprobs[1].top
+        common = ours.keys() & theirs.keys()
+        assert len(common) >= 15
+        assert max(abs(ours[t] - theirs[t]) for t in common) < 0.03
+
+
+def test_settings_change_nothing_in_float32(qwen3):
+    prompts = some_prompts(24, 10, 120)
+    prompts += [[*p, 7, 8, 9] for p in prompts[:8]]  # shared prefixes
+    fields = {"load_format": "dummy", "dtype": "float32", "max_model_len": 512}
+    folder = qwen3(**SMALL)
+    got = {}
+    for overlap in (True, False):
+        for graphs in (True, False):
+            for cache in ("radix", "none"):
+                for mixed, chunk, pages in ((True, 8192, 2000), (True, 100, 65), (False, 64, 60), (False, 8192, 2000)):
+                    setting = {
+                        "overlap": overlap, "cuda_graph": graphs, "cache": cache, "mixed_batch": mixed,
+                        "chunked_prefill_size": chunk, "num_pages": pages, "cuda_graph_bs": [4, 16] if graphs else None,
+                    }  # fmt: skip
+                    with LLM(folder, **fields, **setting) as llm:
+                        got[str(setting)] = tokens(llm, prompts, replace(GREEDY, max_tokens=100))
+                        if pages < 100:
+                            assert llm.stats().retractions > 0
+    expected = next(iter(got.values()))
+    assert [setting for setting, tokens in got.items() if tokens != expected] == []
+
+
+def test_an_answer_is_drawn_alike_alone_and_among_others_and_in_a_graph(qwen3):
+    folder, prompts = qwen3(**SMALL), some_prompts(9)
+    params = [replace(GREEDY, temperature=0.9, seed=i, top_p=0.9 if i % 3 == 1 else None) for i in range(9)]
+    fields = {"load_format": "dummy", "dtype": "float32", "max_model_len": 128, "num_pages": 200}
+    got = []
+    for graphs in (True, False):
+        with LLM(folder, cuda_graph=graphs, cuda_graph_max_bs=8, **fields) as llm:
+            got.append([out.outputs[0].token_ids for out in llm.generate(prompts, params)])
+            got.append([llm.generate(p, q)[0].outputs[0].token_ids for p, q in zip(prompts, params, strict=True)])
+    assert got[1:] == got[:1] * 3
+
+
+def new_request(rng: random.Random, key: int, prefixes) -> Request:
+    prompt = [*rng.choice(prefixes)[: rng.randint(0, 300)], *(rng.randrange(1000) for _ in range(rng.randint(1, 80)))]
+    params = SamplingParams(temperature=rng.choice([0.0, 1.0]), top_p=rng.choice([1.0, 0.9])).with_defaults(NEUTRAL)
+    return Request(
+        key=key,
+        prompt=np.array(prompt, np.int32),
+        max_tokens=rng.randint(300, 600),
+        sampling=params,
+        stop_ids=(rng.randrange(1000),),
+        seed=key,
+        arrival_s=0.0,
+    )
+
+
+def test_a_soak_of_2000_requests_under_a_small_pool(qwen3):
+    rng = random.Random(0)
+    prefixes = some_prompts(5, 300, 300)
+    fields = {"max_model_len": 1024, "num_pages": 300, "max_running_requests": 64, "chunked_prefill_size": 512}
+    with LLM(qwen3(**SMALL), load_format="dummy", **fields) as llm:
+        engine: Engine = llm._engine
+        requests = [new_request(rng, key, prefixes) for key in range(2000)]
+        waiting, added, ended, drawn = list(requests), [], [], 0
+        while waiting or engine.has_work:
+            while waiting and engine.num_waiting < 60:
+                added.append(waiting.pop())
+                engine.add(added[-1])
+            committed = engine.step()
+            drawn += len(committed.keys)
+            ended += committed.ended
+            if rng.random() < 0.05:
+                engine.finish(rng.choice(added[-200:]), "abort")
+            if rng.random() < 0.02:
+                engine.scheduler.check()
+        engine.scheduler.check()
+        stats = engine.stats()
+        assert stats.retractions > 0 and stats.prefix_hit_tokens > 0
+        assert (stats.running, stats.waiting, stats.pages_locked) == (0, 0, 0)
+        assert stats.pages_free + stats.pages_cached == 300
+    assert sorted(r.key for r in ended) == list(range(2000))
+    assert {r.finish_reason for r in ended} == {"stop", "length", "abort"}
+    assert drawn == sum(len(r.output) for r in ended)
+    torch.cuda.synchronize()

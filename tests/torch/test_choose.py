@@ -1,0 +1,117 @@
+"""Which attention kernels run where; the packages are made believe, none is imported."""
+
+import pytest
+import torch
+
+from minisgl.attention import choose, flash, flashinfer
+from minisgl.attention.base import Shape
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """`installed(names)`: only these packages are there."""
+
+    def set_installed(*names: str) -> None:
+        for module in (flash, flashinfer):
+            monkeypatch.setattr(module, "find_spec", lambda name: name if name in names else None)
+
+    return set_installed
+
+
+def shape(capability=(9, 0), page_size=64, group=2, head_size=128, dtype=torch.bfloat16) -> Shape:
+    return Shape(page_size, 4 * group, 4, head_size, dtype, capability)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
+def test_auto_is_flashinfer_on_every_device_that_its_kernels_are_known_on(installed, capability):
+    installed("flashinfer")
+    assert choose.automatic(shape(capability)) == ("flashinfer", None)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 7), (11, 0), (9, 1), (13, 0)])
+def test_auto_is_the_reference_on_any_other_device_and_says_so(installed, capability):
+    installed("flashinfer")
+    name, reason = choose.automatic(shape(capability))
+    assert name == "reference"
+    assert reason == "no kernels are known to run on compute capability {}.{}".format(*capability)
+
+
+def test_auto_is_the_reference_on_a_cpu_and_nothing_is_missing(installed):
+    installed()
+    assert choose.automatic(shape(None)) == ("reference", None)
+
+
+def test_auto_names_the_package_that_is_missing(installed):
+    installed()
+    name, reason = choose.automatic(shape())
+    assert name == "reference"
+    assert reason is not None and "pip install 'minisgl[cuda]'" in reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, True),
+        ({"page_size": 16}, True),
+        ({"page_size": 128}, True),
+        ({"page_size": 1}, False),
+        ({"page_size": 8}, False),
+        ({"head_size": 64}, True),
+        ({"head_size": 256}, False),
+        ({"group": 8}, True),
+        ({"group": 9}, False),
+        ({"capability": (8, 9)}, False),
+        ({"capability": (10, 0)}, True),
+        ({"capability": (12, 0)}, True),
+    ],
+)
+def test_xqa_runs_where_its_kernels_exist(fields, expected):
+    assert flashinfer.has_xqa(shape(**fields)) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "fields", "reason"),
+    [
+        ("flashinfer", "prefill", {"dtype": torch.float32}, "bfloat16 and float16"),
+        ("flashinfer", "decode", {"head_size": 80}, "heads of 64, 128, 256, not 80"),
+        ("flashinfer", "decode", {"group": 17}, "not 17"),
+        ("flashinfer", "decode", {"capability": (7, 5)}, "compute capability"),
+        ("flashinfer", "decode", {"page_size": 1}, None),
+        ("flash", "prefill", {}, None),
+        ("flash", "prefill", {"capability": (8, 0)}, "flash-attn 4"),
+        ("flash", "prefill", {"head_size": 80}, "heads of 64, 96 and 128"),
+        ("flash", "decode", {}, "name another backend for decode"),
+        ("reference", "prefill", {"dtype": torch.float32, "head_size": 7, "capability": None}, None),
+        ("reference", "decode", {"dtype": torch.float32, "head_size": 7, "capability": None}, None),
+    ],
+)
+def test_a_backend_says_what_it_cannot_do(installed, name, phase, fields, reason):
+    installed("flashinfer", "flash_attn", "flash_attn.cute")
+    said = choose.why_not(name, shape(**fields), phase)
+    assert (said is None) if reason is None else (reason in str(said))
+
+
+def test_flash_attn_2_takes_large_pages_and_older_devices(installed):
+    installed("flash_attn")
+    assert "multiples of 256" in str(choose.why_not("flash", shape((8, 0)), "prefill"))
+    assert choose.why_not("flash", shape((8, 0), page_size=256), "prefill") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("auto", ("auto", "auto")),
+        ("reference", ("reference", "reference")),
+        ("flash", ("flash", "auto")),
+        ("flash, flashinfer", ("flash", "flashinfer")),
+        ("reference,auto", ("reference", "auto")),
+    ],
+)
+def test_one_name_is_for_both_phases_and_two_are_for_each(text, names):
+    assert choose.named(text) == names
+
+
+@pytest.mark.parametrize("text", ["", ",", "flash,", "a", "auto,auto,auto"])
+def test_other_texts_are_refused(text):
+    with pytest.raises(ValueError, match="attention_backend"):
+        choose.named(text)
