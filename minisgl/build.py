@@ -11,6 +11,7 @@ import torch
 
 from minisgl.attention.base import KVCache, Shape
 from minisgl.attention.choose import PHASES, attention, automatic, best_page_size, named, why_not
+from minisgl.attention.flashinfer import compiler_missing
 from minisgl.config import EngineConfig
 from minisgl.engine import Engine
 from minisgl.host import cpu_flags
@@ -19,8 +20,9 @@ from minisgl.model.weights import dummy_weights, load_weights
 from minisgl.request import context_limit
 from minisgl.runtime.graphs import graph_sizes
 from minisgl.runtime.memory import count_pages, used_bytes
+from minisgl.runtime.pieces import piece_sizes
 from minisgl.runtime.runner import ModelRunner
-from minisgl.runtime.warmup import warm_up
+from minisgl.runtime.warmup import warm_up, warm_up_graphs
 from minisgl.scheduler import Scheduler
 from minisgl.source.hub import ModelFolder, Report
 from minisgl.source.model_config import ModelConfig
@@ -52,7 +54,10 @@ def resolve(config: EngineConfig) -> EngineConfig:
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" or _cpu_multiplies_bfloat16() else "float32"
     if config.cuda_graph and not _graph_sizes(config):
-        raise ValueError(f"cuda_graph=True, but cuda_graph_max_bs={config.cuda_graph_max_bs} leaves none")
+        raise ValueError(
+            f"cuda_graph=True, but cuda_graph_max_bs={config.cuda_graph_max_bs}, cuda_graph_bs={config.cuda_graph_bs} "
+            f"and max_running_requests={config.max_running_requests} leave none"
+        )
     config = replace(
         config,
         device=device,
@@ -84,8 +89,12 @@ def resolve_kernels(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         logger.warning("attention runs by plain PyTorch, which is slow: %s", reason)
     shape = replace(shape, page_size=config.page_size or best_page_size((prefill, decode)))
     _check_backends((prefill, decode), shape)
+    if "flashinfer" in (prefill, decode) and (missing := compiler_missing()):
+        logger.warning("FlashInfer compiles kernels at first use and needs nvcc and ninja: %s", missing)
     graphs = decode != "reference" if config.cuda_graph is None else config.cuda_graph
     sizes = _graph_sizes(config) if graphs else ()
+    if config.cuda_graph_bs and config.device == "cuda" and not sizes:
+        logger.warning("no CUDA graphs: cuda_graph_bs=%s has none that can be used here", config.cuda_graph_bs)
     return replace(
         config,
         attention_backend=f"{prefill},{decode}",
@@ -143,13 +152,16 @@ def build_engine(
         kv = KVCache(_shape(config, *_heads(model_config)), model_config.num_layers, pages, device)
     with _memory_errors(
         f"{config.max_running_requests} running requests",
-        "lower --max-running-requests, --cuda-graph-max-bs or --gpu-memory-utilization",
+        f"lower --max-running-requests, --cuda-graph-max-bs or "
+        f"{'--gpu-memory-utilization' if config.num_pages is None else '--num-pages'}",
     ):
         runner = _runner(config, model, kv, context)
         if device.type == "cuda" and config.num_pages is not None:
-            _warm_up(runner, config, context, report)
+            _warm_up(runner, config, context, pages, report)
         if config.cuda_graph_bs:
-            runner.capture(config.cuda_graph_bs, report and partial(report, "capturing CUDA graphs"))
+            tokens = piece_sizes(config.chunked_prefill_size + config.max_running_requests)
+            runner.capture(config.cuda_graph_bs, tokens, report and partial(report, "capturing CUDA graphs"))
+            warm_up_graphs(runner, config.cuda_graph_bs, config.page_size)
         scheduler = Scheduler(
             num_slots=config.max_running_requests,
             num_pages=pages,
@@ -191,13 +203,14 @@ def _runner(config: EngineConfig, model: Decoder, kv: KVCache, context: int) -> 
     return ModelRunner(model, kernels, num_slots=config.max_running_requests, context=context, device=device)
 
 
-def _warm_up(runner: ModelRunner, config: EngineConfig, context: int, report: Report | None) -> None:
+def _warm_up(runner: ModelRunner, config: EngineConfig, context: int, pages: int, report: Report | None) -> None:
     steps = warm_up(
         runner,
         num_slots=config.max_running_requests,
         context=context,
         page_size=config.page_size or 1,
         chunk=config.chunked_prefill_size,
+        num_pages=pages,
     )
     for done, total in steps:
         if report is not None:
@@ -213,10 +226,13 @@ def _measure(
     pages = -(-min(length, config.chunked_prefill_size + config.page_size + 1) // config.page_size)
     kv = KVCache(_shape(config, *_heads(model_config)), model_config.num_layers, pages, device)
     runner = _runner(config, model, kv, length)
-    _warm_up(runner, config, length, report)
+    _warm_up(runner, config, length, pages, report)
+    graphs = 0
     if config.cuda_graph_bs:
-        runner.capture([max(config.cuda_graph_bs)])
-    held_bytes = used_bytes(device) - kv.memory.nbytes + GRAPH_BYTES * len(config.cuda_graph_bs or ())
+        tokens = piece_sizes(config.chunked_prefill_size + config.max_running_requests)
+        runner.capture(config.cuda_graph_bs[-1:], tokens[-1:])
+        graphs = len(config.cuda_graph_bs) + len(tokens)
+    held_bytes = used_bytes(device) - kv.memory.nbytes + GRAPH_BYTES * graphs
     del runner, kv
     gc.collect()
     release_memory()
@@ -242,8 +258,9 @@ def _memory_errors(what: str, way_out: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch's OutOfMemoryError is the first; on a CPU only the text tells
-        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not known and "allocate memory" not in str(error):
+        cause = error.__cause__ or error  # the runner has its own words for those who meet it later
+        known = isinstance(cause, torch.OutOfMemoryError | MemoryError)
+        if not known and "allocate memory" not in str(cause):
             raise
-        reason = str(error).splitlines()[0]
+        reason = str(cause).splitlines()[0]
         raise ValueError(f"no memory for {what}: {way_out} ({reason})") from error

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
@@ -202,13 +203,18 @@ def check_types(config: Any) -> None:
 
     A whole number passes for a float; true and false are no numbers; numbers are finite.
     """
-    for each in fields(config):
-        kinds = alternatives(get_args(each.type)[0])
-        value = getattr(config, each.name)
-        if not any(_fits(value, kind) for kind in kinds):
+    for name, kinds in _kinds(type(config)):
+        value = getattr(config, name)
+        if not (value is None and NoneType in kinds) and not any(_fits(value, kind) for kind in kinds):
             *others, last = (name for kind in kinds for name in _allowed(kind))
             allowed = f"{', '.join(others)} or {last}" if others else last
-            raise ValueError(f"{each.name} must be {allowed}, got {value!r:.200}")
+            raise ValueError(f"{name} must be {allowed}, got {value!r:.200}")
+
+
+@cache
+def _kinds(config: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """Every field of a dataclass and the types that it allows: a request's cost is mostly its checks."""
+    return tuple((each.name, alternatives(get_args(each.type)[0])) for each in fields(config))
 
 
 def check_range(name: str, value: float | None, least: float, most: float | None = None) -> None:

@@ -96,8 +96,9 @@ class Front:
             ids = list(prompt)
         else:
             raise ValueError(f"a prompt must be text or token ids, got {prompt!r:.80}")
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+        for kind in set(map(type, ids)):
+            if issubclass(kind, bool) or not issubclass(kind, int | np.integer):
+                token = next(token for token in ids if type(token) is kind)
                 raise ValueError(f"a prompt must be text or token ids, got {token!r:.80} in it")
         self._check_ids("prompt", ids)
         return ids
@@ -109,7 +110,7 @@ class Front:
         return self.tokenizer
 
     def _check_ids(self, name: str, ids: Sequence[int] | Mapping[int, float]) -> None:
-        for token in ids:
+        for token in (min(ids), max(ids)) if ids else ():
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"{name}: token id {token} is not in the model's vocabulary of {self.vocab_size}")
 

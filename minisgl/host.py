@@ -1,6 +1,9 @@
-"""What this host gives the process: memory, within its cgroup, and CPU instructions."""
+"""What this host gives the process: memory, within its cgroup, CPU instructions, and what compiles GPU kernels."""
 
+import os
+import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -35,6 +38,22 @@ def cpu_field(name: str, root: Path = Path("/")) -> str:
         if field.strip() == name:
             return value.strip()
     return ""
+
+
+def nvcc() -> str | None:
+    """CUDA's compiler, where kernel libraries look for it: CUDA_HOME or CUDA_PATH, else PATH and /usr/local/cuda."""
+    if home := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return shutil.which(f"{home}/bin/nvcc")
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def flashinfer_compiles() -> bool:
+    """Whether FlashInfer is installed without its compiled kernels, and so compiles them at first use."""
+    spec = find_spec("flashinfer")
+    if spec is None or find_spec("flashinfer_jit_cache"):
+        return False
+    folders = [Path(folder, "data", "aot") for folder in spec.submodule_search_locations or ()]
+    return not any(folder.is_dir() and any(folder.iterdir()) for folder in folders)
 
 
 def read(file: Path) -> str:

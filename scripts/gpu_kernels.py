@@ -6,6 +6,7 @@ Medians of triton.testing.do_bench (cold L2) in microseconds, and bytes read and
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from triton.testing import do_bench
@@ -25,7 +26,8 @@ def bf16(*shape: int) -> torch.Tensor:
 
 def show(name: str, run: Callable[[], object], moved_bytes: int) -> None:
     """Time it and print a line."""
-    us = do_bench(run, warmup=10, rep=50, return_mode="median") * 1e3
+    ms: Any = do_bench(run, warmup=10, rep=50, return_mode="median")
+    us = ms * 1e3
     print(f"{name:<48}{us:8.1f} us{moved_bytes / us / 1e6:8.2f} TB/s")
 
 

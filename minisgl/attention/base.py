@@ -86,8 +86,23 @@ class Phase(Protocol):
         """
         ...
 
-    def for_graph(self, size: int) -> "Phase":
-        """The one to capture in a graph of `size` decode rows."""
+    def for_graph(self, size: int, pages: int) -> "Phase":
+        """The one to capture in a graph of `size` decode rows, of up to `pages` pages each; the largest comes first."""
+        ...
+
+
+class Attention(Protocol):
+    """What a model asks for."""
+
+    kv: KVCache
+
+    @property
+    def entries(self) -> Tensor:
+        """Where the keys and values of this step's tokens go, [T] int64."""
+        ...
+
+    def forward(self, layer: int, q: Tensor) -> Tensor:
+        """[T, H, D] to [T, H, D], once the step's keys and values of this layer are stored."""
         ...
 
 
@@ -116,15 +131,19 @@ class PagedAttention:
 
     def forward(self, layer: int, q: Tensor) -> Tensor:
         """[T, H, D] to [T, H, D], once the step's keys and values of this layer are stored."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.attend(layer, q, out)
+        return out
+
+    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """The same, written to `out`."""
         assert self._step is not None, "begin() comes before forward()"
         n = self._step.batch.num_decode
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if n:
             self.decode.forward(layer, q[:n], out[:n])
         if n < len(q):
             self.prefill.forward(layer, q[n:], out[n:])
-        return out
 
-    def for_graph(self, size: int) -> "PagedAttention":
-        """The one to capture in a graph of `size` decode rows."""
-        return PagedAttention(self.kv, self.prefill, self.decode.for_graph(size))
+    def for_graph(self, size: int, pages: int) -> "PagedAttention":
+        """The one to capture in a graph of `size` decode rows, of up to `pages` pages each; the largest comes first."""
+        return PagedAttention(self.kv, self.prefill, self.decode.for_graph(size, pages))

@@ -3,8 +3,9 @@
 Version 4 has no split keys on Hopper, which decoding needs: name another backend for that.
 """
 
+from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,19 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import KVCache, Phase, PhaseName, Shape, Step
+from minisgl.batch import Int32
 
-_CAPABILITIES = {4: (9, 10, 12), 2: (8, 9, 10, 12)}
+_CAPABILITIES = {4: (9, 10), 2: (8, 9, 10, 12)}  # version 4 has no paged keys on 12.x
 _PAGE_2 = 256  # version 2 takes pages of multiples of this
 
 
 def version() -> int | None:
-    """Which one is installed: 4 before 2."""
-    if not find_spec("flash_attn"):
-        return None
-    return 4 if find_spec("flash_attn.cute") else 2
+    """Which one is installed: 4 before 2. The folder alone does not tell them apart."""
+    for number, name in ((4, "flash-attn-4"), (2, "flash-attn")):
+        with suppress(PackageNotFoundError):
+            distribution(name)
+            return number
+    return None
 
 
 def supports(shape: Shape, phase: PhaseName) -> str | None:
@@ -38,7 +42,7 @@ def supports(shape: Shape, phase: PhaseName) -> str | None:
     if shape.head_size not in (64, 96, 128):
         return f"flash takes heads of 64, 96 and 128, not {shape.head_size}"
     if number == 2 and shape.page_size % _PAGE_2:
-        return f"flash-attn 2 takes pages of multiples of {_PAGE_2} tokens, not {shape.page_size}"
+        return f"flash-attn 2 takes pages of multiples of {_PAGE_2} tokens: use --page-size {_PAGE_2}"
     return None
 
 
@@ -62,14 +66,18 @@ class _Prefill:
     def plan(self, step: Step) -> None:
         """Say which tokens and pages are whose."""
         n, q_len, device = step.batch.num_decode, step.batch.q_len, step.tables.device
-        q_indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(q_len[n:])]).astype(np.int32)).to(device)
+        q_indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(q_len[n:])]).astype(np.int32)).to(
+            device, non_blocking=True
+        )
         self._arguments = {"cu_seqlens_q": q_indptr, "max_seqlen_q": int(q_len[n:].max()), "causal": True}
         self._arguments |= {"softmax_scale": self._scale}
         if self._version == 4:
             self._arguments |= {"seqused_k": step.kv_len[n:], "page_table": step.tables[n:]}
         else:
             kv_len = step.batch.kv_len[n:]
-            k_indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(kv_len)]).astype(np.int32)).to(device)
+            k_indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(kv_len)]).astype(np.int32)).to(
+                device, non_blocking=True
+            )
             self._arguments |= {"cu_seqlens_k": k_indptr, "max_seqlen_k": int(kv_len.max())}
             self._arguments |= {"block_table": step.tables[n:]}
 
@@ -78,7 +86,13 @@ class _Prefill:
         result = self._run(q, *self._kv.pages(layer), **self._arguments)
         out.copy_(result[0] if isinstance(result, tuple) else result)
 
-    def for_graph(self, size: int) -> Phase:
+    def for_graph(self, size: int, pages: int) -> Phase:
         """Graphs hold decode rows alone."""
-        del size
+        del size, pages
         return self
+
+
+def _starts(lengths: Int32, device: torch.device) -> Tensor:
+    """Where each of N rows begins, and where the last ends: [N + 1] int32."""
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return torch.from_numpy(starts).to(device, non_blocking=True)

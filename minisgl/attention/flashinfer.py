@@ -4,6 +4,7 @@ XQA reads page tables and lengths on the device: it needs no plan, and replays i
 on the host, from lengths, into buffers of their own.
 """
 
+import shutil
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from minisgl.attention.base import KVCache, Phase, PhaseName, Shape, Step
 from minisgl.batch import Int32
+from minisgl.host import flashinfer_compiles, nvcc
 
 _WORKSPACE_BYTES = 256 << 20
 _CAPABILITIES = (8, 9, 10, 12)
@@ -21,6 +23,7 @@ _XQA_CAPABILITIES = (9, 10, 12)
 _XQA_PAGE_SIZES = (16, 32, 64, 128)
 _HEAD_SIZES = (64, 128, 256)
 _MOST_GROUP = 16  # query heads per key head
+_FEW_ROWS = 16  # up to here an early start of XQA pays
 _PLAIN_GROUPS = (1, 2, 3)  # where decode without tensor cores is as fast, and plans in a tenth of the time
 
 
@@ -38,6 +41,17 @@ def supports(shape: Shape, phase: PhaseName) -> str | None:
     if shape.group > _MOST_GROUP:
         return f"flashinfer takes up to {_MOST_GROUP} query heads per key head, not {shape.group}"
     return None
+
+
+def compiler_missing() -> str | None:
+    """What is not there to compile kernels with, and the way out; None where all is, or no kernel has to be."""
+    if not flashinfer_compiles():
+        return None
+    found = {
+        "nvcc is not there: install a CUDA toolkit, or set CUDA_HOME to it": nvcc(),
+        "ninja is not there: pip install ninja": shutil.which("ninja"),
+    }
+    return "; ".join(reason for reason, path in found.items() if path is None) or None
 
 
 def has_xqa(shape: Shape) -> bool:
@@ -76,7 +90,8 @@ class _Planned:
         pages = -(-kv_len // page_size)  # [N]
         indptr = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)  # [N + 1]
         # Each row's pages, one row after the other; all sizes are known, so that the host does not wait.
-        on_device = torch.from_numpy(np.stack([indptr[:-1], pages.astype(np.int32)])).to(tables.device)  # [2, N]
+        of_rows = torch.from_numpy(np.stack([indptr[:-1], pages.astype(np.int32)]))  # [2, N]
+        on_device = of_rows.to(tables.device, non_blocking=True)
         rows = torch.arange(len(pages), device=tables.device)
         rows = rows.repeat_interleave(on_device[1], output_size=int(indptr[-1]))  # [sum of pages]
         columns = torch.arange(int(indptr[-1]), device=tables.device) - on_device[0][rows]
@@ -117,29 +132,25 @@ class _Prefill(_Planned):
         """[t, H, D] to [t, H, D]."""
         self._wrapper.run(q, self._kv.pages(layer), out=out)
 
-    def for_graph(self, size: int) -> Phase:
+    def for_graph(self, size: int, pages: int) -> Phase:
         """Graphs hold decode rows alone."""
-        del size
+        del size, pages
         return self
 
 
 class _Decode(_Planned):
     """One query token a row, by the library's own decode kernels."""
 
-    def __init__(self, kv: KVCache, shape: Shape, scale: float, memory: Tensor, graph_size: int | None = None) -> None:
+    def __init__(
+        self, kv: KVCache, shape: Shape, scale: float, memory: Tensor, graph: dict[str, Tensor] | None = None
+    ) -> None:
+        """`graph` holds the buffers of a wrapper whose launches a CUDA graph repeats."""
         super().__init__(kv, shape, scale)
         library = import_module("flashinfer.decode")
-        self._memory, buffers = memory, {}
-        if graph_size is not None:
-            device = memory.device
-            most_pages = kv.memory.shape[2] + graph_size  # every page, and the spare one for every row
-            buffers = {
-                "paged_kv_indptr_buffer": torch.empty(graph_size + 1, dtype=torch.int32, device=device),
-                "paged_kv_indices_buffer": torch.empty(most_pages, dtype=torch.int32, device=device),
-                "paged_kv_last_page_len_buffer": torch.empty(graph_size, dtype=torch.int32, device=device),
-            }
+        self._memory = memory
+        self._page_list = kv.memory.new_empty(0, dtype=torch.int32)  # every row's pages, for graphs of all sizes
         self._wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-            memory, use_tensor_cores=shape.group not in _PLAIN_GROUPS, use_cuda_graph=bool(buffers), **buffers
+            memory, use_tensor_cores=shape.group not in _PLAIN_GROUPS, use_cuda_graph=graph is not None, **(graph or {})
         )
 
     def plan(self, step: Step) -> None:
@@ -151,9 +162,17 @@ class _Decode(_Planned):
         """[t, H, D] to [t, H, D]."""
         self._wrapper.run(q, self._kv.pages(layer), out=out)
 
-    def for_graph(self, size: int) -> Phase:
+    def for_graph(self, size: int, pages: int) -> Phase:
         """One whose buffers never move."""
-        return _Decode(self._kv, self._shape, self._scale, self._memory, size)
+        if len(self._page_list) < size * pages:
+            self._page_list = self._page_list.new_empty(size * pages)  # rows may share pages: each lists its own
+        numbers = self._page_list.new_empty(2, size + 1)
+        buffers = {
+            "paged_kv_indptr_buffer": numbers[0],
+            "paged_kv_indices_buffer": self._page_list,
+            "paged_kv_last_page_len_buffer": numbers[1, :size],
+        }
+        return _Decode(self._kv, self._shape, self._scale, self._memory, buffers)
 
 
 class _XQA:
@@ -183,9 +202,10 @@ class _XQA:
             self._tables.shape[1] * self._kv.page_size,
             bmm1_scale=self._scale,
             out=out,
+            enable_pdl=len(q) <= _FEW_ROWS,
         )
 
-    def for_graph(self, size: int) -> Phase:
+    def for_graph(self, size: int, pages: int) -> Phase:
         """The same: its memory never moves, and graphs run one after the other."""
-        del size
+        del size, pages
         return self

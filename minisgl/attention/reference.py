@@ -68,9 +68,9 @@ class ReferenceDecode:
             else:
                 out[group.rows] = self._attend(group, layer, q[group.rows])
 
-    def for_graph(self, size: int) -> "ReferenceDecode":
+    def for_graph(self, size: int, pages: int) -> "ReferenceDecode":
         """A new one, which keeps no memory between layers: the graph's own is used again by itself."""
-        del size
+        del size, pages
         return ReferenceDecode(self._kv, self._scale)
 
     def _plan_groups(self, step: Step) -> Iterator[_Group]:
@@ -139,9 +139,9 @@ class ReferencePrefill:
             tokens = slice(row.start, row.stop)
             self._attend(row.cached, q[tokens], *self._gather.read(layer, row.entries), out[tokens])
 
-    def for_graph(self, size: int) -> "ReferencePrefill":
+    def for_graph(self, size: int, pages: int) -> "ReferencePrefill":
         """Graphs hold decode rows alone."""
-        del size
+        del size, pages
         return self
 
     def _plan_rows(self, step: Step) -> Iterator[_Row]:

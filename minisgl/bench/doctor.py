@@ -25,6 +25,16 @@ OPTIONAL = {
 }
 """Packages that minisgl can do without, and how each is had."""
 
+BACKENDS = {"flashinfer": ("flashinfer-python",), "flash (prefill)": ("flash-attn-4", "flash-attn")}
+"""Attention backends besides the reference, and the packages of each: the first that is installed counts."""
+
+CAPABILITIES = {"flashinfer-python": (8, 9, 10, 12), "flash-attn-4": (9, 10), "flash-attn": (8, 9, 10, 12)}
+"""Major compute capabilities that each runs on."""
+
+AUTO_CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")
+"""Where `auto` takes FlashInfer. This and the table above repeat minisgl.attention, which imports torch: a test says
+that they agree."""
+
 T = TypeVar("T")
 
 
@@ -50,8 +60,8 @@ def examine() -> Iterator[Finding]:
     status = "ok" if memory.free_bytes > GB else "warn"
     yield Finding(status, "memory", f"{memory.free_bytes / GB:.1f} of {memory.limit_bytes / GB:.1f} GB are free")
     yield from gpus(nvidia, torch)
-    yield from toolkit(nvcc, torch, nvidia)
-    yield Finding("ok", "attention", "reference, on CPU and CUDA; this version uses no other: flashinfer, flash-attn")
+    yield from toolkit(nvcc, torch, nvidia, needed=host.flashinfer_compiles())
+    yield from attention(nvidia, torch)
     yield from cache()
     yield port(PORT)
 
@@ -69,8 +79,9 @@ def packages(torch: Torch | str) -> Iterator[Finding]:
     yield Finding("ok", "tokenizers", machine.installed("tokenizers") or "not installed")
     for name, how in OPTIONAL.items():
         version = machine.installed(name)
-        if name == "triton" and version and isinstance(torch, Torch) and torch.triton_fault:
-            yield Finding("warn", name, f"{version}, which cannot be imported: {torch.triton_fault}")
+        if name == "triton" and isinstance(torch, Torch) and torch.triton_fault and (version or torch.devices):
+            fault = f"{version or 'not installed'}, cannot be imported: {torch.triton_fault}"
+            yield Finding("broken" if torch.devices else "warn", name, f"{fault} (nothing runs on a GPU without it)")
         else:
             yield Finding("ok", name, version or f"not installed ({how})")
 
@@ -108,11 +119,14 @@ def gpus(nvidia: Nvidia | str | None, torch: Torch | str) -> Iterator[Finding]:
         )
 
 
-def toolkit(nvcc: str | None, torch: Torch | str, nvidia: Nvidia | str | None) -> Iterator[Finding]:
-    """What kernel libraries compile with: it must be no newer than the driver, and fit torch."""
+def toolkit(nvcc: str | None, torch: Torch | str, nvidia: Nvidia | str | None, needed: bool) -> Iterator[Finding]:
+    """What kernels are compiled with; `needed` says that FlashInfer does. nvcc fits torch, and is not too new."""
     cuda = None if isinstance(torch, str) else torch.cuda
+    missing = "warn" if needed else "ok"
+    why = "FlashInfer compiles its kernels at first use" if needed else "only libraries that compile kernels need it"
     if nvcc is None:
-        yield Finding("ok", "CUDA toolkit", "not installed (only libraries that compile kernels need its nvcc)")
+        text = f"no nvcc that runs ({why}: install a CUDA toolkit, or set CUDA_HOME to it)"
+        yield Finding(missing, "CUDA toolkit", text)
     elif isinstance(nvidia, Nvidia) and _major(nvcc) > _major(nvidia.cuda):
         text = (
             f"{nvcc}, and the driver takes CUDA {nvidia.cuda} at most: what it compiles will not run; update the driver"
@@ -123,8 +137,43 @@ def toolkit(nvcc: str | None, torch: Torch | str, nvidia: Nvidia | str | None) -
         yield Finding("warn", "CUDA toolkit", text)
     else:
         yield Finding("ok", "CUDA toolkit", nvcc)
-    ninja = shutil.which("ninja") or "not installed (only libraries that compile kernels need it: pip install ninja)"
-    yield Finding("ok", "ninja", ninja)
+    if ninja := shutil.which("ninja"):
+        yield Finding("ok", "ninja", ninja)
+    else:
+        yield Finding(missing, "ninja", f"not on PATH ({why}: pip install ninja)")
+    on_gpu = isinstance(torch, Torch) and torch.devices > 0
+    if on_gpu and not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        yield Finding("broken", "C compiler", "none, and Triton needs one to run on a GPU: install gcc, or set CC")
+
+
+def attention(nvidia: Nvidia | str | None, torch: Torch | str) -> Iterator[Finding]:
+    """Which backends can compute attention, and which one `auto` takes: a line for each kind of GPU."""
+    sees_gpus = isinstance(torch, str) or torch.devices > 0
+    if isinstance(nvidia, str) and isinstance(torch, Torch) and sees_gpus:
+        yield Finding("warn", "attention", f"reference can be used; whether others can is not known: {nvidia}")
+        return
+    gpus = nvidia.gpus if isinstance(nvidia, Nvidia) and sees_gpus else []
+    for capability in dict.fromkeys(gpu.capability for gpu in gpus):
+        yield _attention_on(capability)
+    if not gpus:
+        yield Finding("ok", "attention", "auto takes reference, the only one for a CPU")
+
+
+def _attention_on(capability: str) -> Finding:
+    usable, missing = ["reference"], []
+    for backend, packages in BACKENDS.items():
+        package = next((each for each in packages if machine.installed(each)), packages[0])
+        if _major(capability) not in CAPABILITIES[package]:
+            continue
+        if version := machine.installed(package):
+            usable.append(f"{backend} by {package} {version}")
+        else:
+            missing.append(f"; for {backend}: {OPTIONAL[package]}")
+    fast = capability in AUTO_CAPABILITIES and machine.installed("flashinfer-python")
+    why = "which is slow on a GPU" if capability in AUTO_CAPABILITIES else "for it knows no kernels for this GPU"
+    choice = "flashinfer where it supports the model" if fast else f"reference, {why}"
+    text = f"auto takes {choice}; on capability {capability} can be used: {', '.join(usable)}{''.join(missing)}"
+    return Finding("ok" if fast else "warn", "attention", text)
 
 
 def cache() -> Iterator[Finding]:

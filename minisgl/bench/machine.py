@@ -3,16 +3,14 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
-from minisgl.host import cpu_field, cpu_flags, read
+from minisgl.host import cpu_field, cpu_flags, nvcc, read
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 """What makes matrix products fast, by the kernel's names: x86's first, then Arm's."""
@@ -145,10 +143,9 @@ def has_nvidia_driver() -> bool:
     return any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl"))
 
 
-def nvcc_version(which: Callable[[str], str | None] = shutil.which) -> str | None:
-    """The CUDA toolkit's version; None where its compiler is not on PATH, in CUDA_HOME or /usr/local/cuda, or fails."""
-    homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    found = which("nvcc") or next((f"{h}/bin/nvcc" for h in homes if h and os.access(f"{h}/bin/nvcc", os.X_OK)), None)
+def nvcc_version() -> str | None:
+    """The CUDA toolkit's version; None where its compiler is not found or fails."""
+    found = nvcc()
     if found is None:
         return None
     try:

@@ -7,10 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minisgl.attention.base import PagedAttention
-from minisgl.kernels.activation import silu_and_mul
+from minisgl.attention import base
+from minisgl.kernels.one_row import project
 from minisgl.kernels.rotary import Rotation, rotate_and_store
-from minisgl.model.layers import Embedding, FusedLinear, Linear, RMSNorm, can_pack, packed, packed_linear
+from minisgl.model.layers import (
+    Embedding,
+    FusedLinear,
+    Linear,
+    RMSNorm,
+    can_pack,
+    normed_projection,
+    packed,
+    packed_linear,
+)
 from minisgl.model.rope import rope_table
 from minisgl.source.model_config import ModelConfig
 
@@ -30,7 +39,7 @@ class Decoder(nn.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device, bias=False)
         self.cos_sin = rope_table(config.rope, config.head_size, config.max_position, device)  # [max_position, D]
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: PagedAttention) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: base.Attention) -> Tensor:
         """Hidden states after the final norm, [T, E]; `attention` has planned the step that these tokens belong to.
 
         input_ids is [T] int32 or int64, positions [T] int64.
@@ -45,6 +54,8 @@ class Decoder(nn.Module):
         """Scores of the next token, [S, V], for hidden states [S, E]; written to `out`, where that is given."""
         if out is not None:
             weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+            if hidden.is_cuda and len(hidden) == 1:
+                return out.copy_(project(hidden, weight)[1])
             return torch.mm(hidden, weight.t(), out=out)
         if self.lm_head is not None:
             return self.lm_head(hidden)
@@ -74,12 +85,11 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, dtype, device)
 
     def forward(
-        self, x: Tensor, delta: Tensor | None, rotation: Rotation, attention: PagedAttention
+        self, x: Tensor, delta: Tensor | None, rotation: Rotation, attention: base.Attention
     ) -> tuple[Tensor, Tensor]:
         """The residual stream x + delta, [T, E] each, to the next layer's x and delta: norms add as they read."""
-        x, normed = self.input_layernorm(x, delta)
-        x, normed = self.post_attention_layernorm(x, self.self_attn(normed, rotation, attention))
-        return x, self.mlp(normed)
+        x, delta = self.self_attn(self.input_layernorm, x, delta, rotation, attention)
+        return self.mlp(self.post_attention_layernorm, x, delta)
 
 
 class Attention(nn.Module):
@@ -103,16 +113,19 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_size, config.norm_eps, dtype, device)
         self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias)
 
-    def forward(self, x: Tensor, rotation: Rotation, attention: PagedAttention) -> Tensor:
-        """[T, E] to [T, E]."""
-        heads = self.qkv_proj(x).view(len(x), -1, self.head_size)  # [T, H + 2 K, D]
+    def forward(
+        self, norm: RMSNorm, x: Tensor, delta: Tensor | None, rotation: Rotation, attention: base.Attention
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream x + delta, [T, E] each, and what attention to its norm adds to it."""
+        x, qkv = normed_projection(norm, self.qkv_proj, x, delta)
+        heads = qkv.view(len(x), -1, self.head_size)  # [T, H + 2 K, D]
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         keys, values = attention.kv.entries(self.layer)
         q = rotate_and_store(heads, rotation, norms, keys, values, attention.entries)  # [T, H, D]
         out = attention.forward(self.layer, q)  # [T, H, D]
-        return self.o_proj(out.flatten(1))  # [T, E]
+        return x, self.o_proj(out.flatten(1))
 
 
 class MLP(nn.Module):
@@ -130,6 +143,7 @@ class MLP(nn.Module):
         )
         self.down_proj = Linear(width, config.hidden_size, dtype, device, bias=config.mlp_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, E] to [T, E]."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))  # [T, E]
+    def forward(self, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual stream x + delta, [T, E] each, and what the network adds to it."""
+        x, hidden = normed_projection(norm, self.gate_up_proj, x, delta, gated=True)
+        return x, self.down_proj(hidden)

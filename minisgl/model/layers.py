@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minisgl.kernels.activation import silu_and_mul
 from minisgl.kernels.norm import add_rms_norm, rms_norm
+from minisgl.kernels.one_row import project
 
 
 class Linear(nn.Module):
@@ -25,9 +27,11 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
-        return (
-            F.linear(x, self.weight, self.bias) if self._packed is None else packed_linear(x, self._packed, self.bias)
-        )
+        if self._packed is not None:
+            return packed_linear(x, self._packed, self.bias)
+        if x.is_cuda and len(x) == 1:
+            return project(x, self.weight, self.bias)[1]
+        return F.linear(x, self.weight, self.bias)
 
 
 class FusedLinear(Linear):
@@ -65,6 +69,17 @@ class RMSNorm(nn.Module):
         if delta is None:
             return x, rms_norm(x, self.weight, self.eps)
         return add_rms_norm(x, delta, self.weight, self.eps)
+
+
+def normed_projection(
+    norm: RMSNorm, linear: Linear, x: Tensor, delta: Tensor | None, gated: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The residual stream x + delta, [T, in] each, and its norm's projection [T, out], or gated [T, out / 2]."""
+    if x.is_cuda and len(x) == 1:
+        return project(x, linear.weight, linear.bias, delta, (norm.weight, norm.eps), gated)
+    total, normed = norm(x, delta)
+    y = linear(normed)
+    return total, silu_and_mul(y) if gated else y
 
 
 def can_pack(weight: Tensor) -> bool:

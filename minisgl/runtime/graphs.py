@@ -7,17 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import PagedAttention, Step
+from minisgl.attention.base import PagedAttention, Phase, Step
 from minisgl.batch import Batch, Int32, Joins
 from minisgl.kernels.inputs import decode_inputs
 from minisgl.model.decoder import Decoder
-from minisgl.runtime.staging import Staging
+from minisgl.runtime.staging import ALIGNED, Staging
 
 
 def graph_sizes(largest: int) -> list[int]:
-    """Batch sizes worth a graph: padding adds at most a row below 4, a half below 8, and few rows above."""
-    steps = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)]
-    return sorted({min(size, largest) for size in steps if size < 2 * largest})
+    """Batch sizes worth a graph: one row has kernels of its own; matmuls are no faster for fewer than 8."""
+    sizes = [1, *range(8, 256, 8), *range(256, largest, 16)]
+    return [*(size for size in sizes if size < largest), largest] if largest else []
 
 
 class DecodeGraphs:
@@ -28,16 +28,22 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: Decoder, attention: PagedAttention, page_table: Tensor, last_token: Tensor, largest: int
+        self,
+        model: Decoder,
+        attention: PagedAttention,
+        staging: Staging,
+        page_table: Tensor,
+        last_token: Tensor,
+        largest: int,
     ) -> None:
         """`page_table` [slots + 1, pages per request] int32 and `last_token` [slots + 1] int64 are the runner's."""
-        self._model, self._attention = model, attention
+        self._model, self._attention, self._staging = model, attention, staging
         self._page_table, self._last_token = page_table, last_token
         self._spare_slot, self._context = page_table.shape[0] - 1, page_table.shape[1] * attention.kv.page_size
-        self._inputs = torch.empty(3 * largest, dtype=torch.int32, device=page_table.device)
+        self._inputs = torch.empty(3 * (largest + ALIGNED), dtype=torch.int32, device=page_table.device)
         self._tables = torch.full_like(page_table[:1], attention.kv.spare_page).repeat(largest, 1)
         self._logits = model.norm.weight.new_empty(largest, model.config.vocab_size)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, PagedAttention]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Phase | None]] = {}  # and what plans for it on the host
         self._sizes: list[int] = []
         self._stream = torch.cuda.Stream(page_table.device)
         self._memory = torch.cuda.graph_pool_handle()
@@ -57,22 +63,21 @@ class DecodeGraphs:
         at = bisect_left(self._sizes, rows)
         return self._sizes[at] if at < len(self._sizes) else None
 
-    def replay(self, batch: Batch, size: int, staging: Staging) -> tuple[Tensor, Tensor, Tensor]:
+    def replay(self, batch: Batch, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [B, V] of a batch that only decodes, its slots and its lengths, int32 [B]; valid until the next."""
         n, filler = len(batch.slots), self._filler(size)
         filler["slots"][:n], filler["kv_len"][:n] = batch.slots, batch.kv_len
         filler["new_pages"][np.searchsorted(batch.slots, batch.page_writes[:, 0])] = batch.page_writes[:, 2]
-        sent = staging.send(filler, into=self._inputs)
-        graph, attention = self._graphs[size]
-        if attention.decode.plans_on_host:
-            attention.decode.plan(self._step(sent, filler["kv_len"])[1])
+        sent = self._staging.send(filler, into=self._inputs)
+        graph, planner = self._graphs[size]
+        if planner is not None:
+            planner.plan(self._step(sent, filler["kv_len"])[1])
         graph.replay()
         return self._logits[:n], sent["slots"][:n], sent["kv_len"][:n]
 
-    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, PagedAttention]:
-        attention, on_host = self._attention.for_graph(size), self._filler(size)
-        self._inputs[: 3 * size] = torch.from_numpy(np.concatenate(list(on_host.values())))
-        sent = dict(zip(on_host, self._inputs[: 3 * size].split(size), strict=True))
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Phase | None]:
+        attention, on_host = self._attention.for_graph(size, self._page_table.shape[1]), self._filler(size)
+        sent = self._staging.send(on_host, into=self._inputs)
         if attention.decode.plans_on_host:
             attention.decode.plan(self._step(sent, on_host["kv_len"])[1])
         longest = np.full(size, self._context, np.int32)
@@ -90,7 +95,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
             forward()
-        return graph, attention
+        return graph, attention.decode if attention.decode.plans_on_host else None
 
     def _filler(self, size: int) -> dict[str, Int32]:
         """What a graph is told of rows that belong to nobody: slot, length, and no page that they begin."""

@@ -10,6 +10,7 @@ from minisgl.attention.base import PagedAttention, Step
 from minisgl.batch import Batch, Int32, Joins
 from minisgl.model.decoder import Decoder
 from minisgl.runtime.graphs import DecodeGraphs
+from minisgl.runtime.pieces import ForwardPieces
 from minisgl.runtime.sampler import Sampler
 from minisgl.runtime.staging import Pending, Scores, Staging
 
@@ -37,12 +38,27 @@ class ModelRunner:
         self._prompt_end = np.zeros(num_slots, dtype=np.int32)  # the prompt's length
         self._staging = Staging(device)
         self._graphs: DecodeGraphs | None = None
+        self._pieces: ForwardPieces | None = None
 
-    def capture(self, sizes: Sequence[int], report: Callable[[int, int], None] | None = None) -> None:
-        """Run decode steps of up to the largest of these sizes as CUDA graphs from now on."""
+    def capture(
+        self, rows: Sequence[int], tokens: Sequence[int], report: Callable[[int, int], None] | None = None
+    ) -> None:
+        """From now on use CUDA graphs: whole ones of these numbers of rows, for steps that decode and do nothing else.
+
+        All other steps use pieces, of these numbers of tokens, the largest of which is more than a step can have.
+        `report` is told how many are captured, and of how many.
+        """
+        total = len(rows) + len(tokens)
+
+        def tell(done: int) -> None:
+            if report is not None:
+                report(done, total)
+
+        self._pieces = ForwardPieces(self._model, self._attention, max(tokens))
+        self._pieces.capture(tokens, lambda done, _: tell(done))
         tables = self._page_table, self._last_token
-        self._graphs = DecodeGraphs(self._model, self._attention, *tables, max(sizes))
-        self._graphs.capture(sizes, report)
+        self._graphs = DecodeGraphs(self._model, self._attention, self._staging, *tables, max(rows))
+        self._graphs.capture(rows, lambda done, _: tell(len(tokens) + done))
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Pending:
@@ -60,10 +76,10 @@ class ModelRunner:
         only_decodes = batch.num_decode == len(batch.slots)
         size = self._graphs.size_for(batch.num_decode) if self._graphs and only_decodes else None
         if self._graphs is None or size is None:
-            return self._launch_eager(batch)
-        return self._sample(batch, *self._graphs.replay(batch, size, self._staging), [])
+            return self._launch_any(batch)
+        return self._sample(batch, *self._graphs.replay(batch, size), [])
 
-    def _launch_eager(self, batch: Batch) -> Pending:
+    def _launch_any(self, batch: Batch) -> Pending:
         sent = self._staging.send(_host_arrays(batch))
         slots, kv_len, positions = sent["slots"].long(), sent["kv_len"], sent["positions"].long()
         if len(batch.page_writes):
@@ -73,8 +89,12 @@ class ModelRunner:
         pages = self._page_table[sent["token_slots"].long(), positions // page_size].long()  # [T]
         entries = pages * page_size + positions % page_size
         input_ids = torch.cat([self._last_token[slots[: batch.num_decode]], sent["input_ids"].long()])  # [T]
-        self._attention.begin(Step(batch, self._page_table[slots], kv_len, positions, entries))
-        hidden = self._model.forward(input_ids, positions, self._attention)  # [T, E]
+        step = Step(batch, self._page_table[slots], kv_len, positions, entries)
+        if self._pieces is not None:
+            hidden = self._pieces.forward(input_ids, step)  # [T, E]
+        else:
+            self._attention.begin(step)
+            hidden = self._model.forward(input_ids, positions, self._attention)  # [T, E]
         prompts = self._score_prompts(batch, hidden)
         if not batch.samples.any():
             return self._staging.receive(torch.empty(0, dtype=torch.int64, device=self._device), NOBODY, None, prompts)
@@ -92,7 +112,7 @@ class ModelRunner:
         reports = np.flatnonzero(self._logprobs[rows] >= 0).astype(np.int32)
         scores = None
         if reports.size:
-            at = torch.from_numpy(reports).long().to(self._device)
+            at = torch.from_numpy(reports).to(self._device, non_blocking=True)
             scores = logprobs(logits[at], tokens[at].clamp(min=0), int(self._logprobs[rows].max()))
         return self._staging.receive(tokens, reports, scores, prompts)
 

@@ -90,9 +90,9 @@ class Sampler:
         tokens = sample(logits, slots, self._temperature, self._seed, positions)
         if self._history is not None and (kept := np.flatnonzero(self._keeps_history[rows])).size:
             at = self._send(kept)
-            slots, positions = slots[at].long(), positions[at].long()
-            keep = positions < self._context  # a row's last token has no place, and no successor
-            self._history[slots[keep], positions[keep]] = tokens[at][keep].int()
+            # A row's last token at the context's end has no place, and no successor: it may spoil the one before.
+            places = positions[at].long().clamp(max=self._context - 1)
+            self._history[slots[at].long(), places] = tokens[at].int()
         return tokens
 
     def _filter(self, logits: Tensor, at: Tensor, slots: Tensor) -> Tensor:
@@ -134,13 +134,14 @@ class Sampler:
     def _penalise(self, logits: Tensor, slot: int, prompt_len: int, length: int) -> None:
         presence, frequency, repetition = self._penalties[slot]
         said = self.history(slot, 0, length)
-        counts = torch.bincount(said[prompt_len:], minlength=len(logits)) if length > prompt_len else 0 * logits
+        answer = said[prompt_len:]
+        counts = torch.zeros_like(logits).scatter_add_(0, answer, torch.ones_like(answer, dtype=logits.dtype))
         scores = logits[said]
         logits[said] = torch.where(scores > 0, scores / repetition, scores * repetition)
         logits -= frequency * counts + presence * (counts > 0)
 
     def _send(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
 
 
 def _edits(joins: Joins) -> Iterable[Edits]:

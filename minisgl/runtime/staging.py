@@ -12,6 +12,10 @@ Scores = tuple[Tensor, Tensor, Tensor]
 """Log-probabilities on the device: of n tokens [n], the ids [n, K] of the likeliest in their place, and theirs."""
 
 
+ALIGNED = 32
+"""int32 numbers in 128 bytes."""
+
+
 class Pending:
     """An outcome on its way from the device, as tensors on the host."""
 
@@ -54,12 +58,18 @@ class Staging:
         self._buffers: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def send(self, arrays: dict[str, Int32], into: Tensor | None = None) -> dict[str, Tensor]:
-        """Copy int32 arrays to the device, packed into one: to new memory, or to the front of `into`."""
-        lengths = [len(a) for a in arrays.values()]
-        packed = torch.from_numpy(np.concatenate(list(arrays.values())))
+        """Copy int32 arrays to the device, packed into one: to new memory, or to the front of `into`.
+
+        Each begins at a multiple of `ALIGNED`, since Triton compiles a kernel anew for a pointer that is less aligned.
+        """
+        starts = np.cumsum([0, *(-(-len(a) // ALIGNED) * ALIGNED for a in arrays.values())]).tolist()
+        packed = torch.from_numpy(np.zeros(starts[-1], np.int32))
+        for start, array in zip(starts, arrays.values(), strict=False):
+            packed.numpy()[start : start + len(array)] = array
         if self._device.type == "cuda":
             packed = self._pinned(packed, into)
-        return dict(zip(arrays, packed.split(lengths), strict=True))
+        placed = zip(arrays.items(), starts, strict=False)
+        return {name: packed[start : start + len(array)] for (name, array), start in placed}
 
     def receive(
         self, tokens: Tensor, reports: Int32, scores: Scores | None, prompts: list[tuple[int, int, Scores]]

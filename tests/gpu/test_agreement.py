@@ -24,7 +24,8 @@ NO_WRITES = np.empty((0, 3), np.int32)
 
 
 def engine(backend: str, **fields) -> LLM:
-    return LLM("smollm2", dtype="bfloat16", device="cuda", attention_backend=backend, max_model_len=512, **fields)
+    fields = {"dtype": "bfloat16", "max_model_len": 512, "max_running_requests": 16, **fields}
+    return LLM("smollm2", device="cuda", attention_backend=backend, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +83,22 @@ def decoded(llm: LLM, texts: list[list[int]], together: bool) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def reference(texts) -> dict[str, tuple[np.ndarray, float]]:
-    """What the reference says of all texts together, and how often it says something else of each alone.
+    """What the reference says of all texts together, and in which share of places it differs from itself.
 
-    Alone in chunks, too: prefill of whole texts gives the very same numbers whatever is beside it.
+    Itself is: each text alone, and the same in float32. Its attention computes in float32 and rounds once, so alone it
+    says nearly the same whatever the step's shape is; kernels round inside, as bfloat16 in general does.
     """
+    said, spread = {}, {}
+    both = {"prefill": prefilled, "decode": decoded}
     with engine("reference", cache="none", num_pages=1000) as llm:
-        together = {"prefill": prefilled(llm, texts, True), "decode": decoded(llm, texts, True)}
-        alone = {"decode": decoded(llm, texts, False)}
-    with engine("reference", cache="none", num_pages=1000, chunked_prefill_size=48) as llm:
-        alone["prefill"] = prefilled(llm, texts, False)
-    return {phase: (said, float((said != alone[phase]).mean())) for phase, said in together.items()}
+        for phase, run in both.items():
+            said[phase] = run(llm, texts, True)
+            spread[phase] = [float((said[phase] != run(llm, texts, False)).mean())]
+    with engine("reference", cache="none", num_pages=1000, dtype="float32") as llm:
+        for phase, run in both.items():
+            spread[phase].append(float((said[phase] != run(llm, texts, True)).mean()))
+    print("of the likeliest tokens, the reference's differ alone, and in float32:", spread)
+    return {phase: (said[phase], max(spread[phase])) for phase in both}
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
@@ -108,4 +115,4 @@ def test_agreement_is_within_the_spread_of_two_reference_runs(texts, reference, 
             expected, spread = reference[phase]
             other = float((run(llm, texts, True) != expected).mean())
             print(f"{backend} {phase}: {other:.4f} of the likeliest tokens differ; reference runs: {spread:.4f}")
-            assert other <= 1.5 * spread + 0.005, (phase, other, spread)
+            assert other <= 1.5 * spread + 0.002, (phase, other, spread)

@@ -64,6 +64,7 @@ def test_the_real_parser_takes_a_documented_command(command: str, tmp_path: Path
     for name, language in (("options.toml", "toml"), ("requests.jsonl", "jsonl")):
         (text,) = blocks((ROOT / "README.md").read_text(), language)
         (tmp_path / name).write_text(text)
+    (tmp_path / "bench_configs").symlink_to(ROOT / "bench_configs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a question")))
     monkeypatch.setattr("cli.doctor.examine", lambda: [])
@@ -72,6 +73,8 @@ def test_the_real_parser_takes_a_documented_command(command: str, tmp_path: Path
     monkeypatch.setattr("cli.models.find_cached", lambda _: SimpleNamespace(size_bytes=1, remove=lambda: None))
     monkeypatch.setattr("cli.run.start", lambda *_: FakeLLM())
     monkeypatch.setattr("cli.run.start_logging", lambda *_: None)
+    monkeypatch.setattr("cli.bench.measure", lambda *_: SimpleNamespace(show=lambda console: None, as_json=dict))
+    monkeypatch.setattr("cli.bench.start_logging", lambda *_: None)
     assert app(shlex.split(command), standalone_mode=False) in (None, 0)
 
 

@@ -1,5 +1,6 @@
 """`minisgl doctor`: what it finds here, and how it judges what it cannot find here."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -111,11 +112,22 @@ def test_a_package_in_another_version_than_needed_is_broken(monkeypatch: pytest.
     assert len(broken) == 2 and f"minisgl needs tokenizers>=99 (here: {here})" in broken[0]
 
 
-def test_a_triton_that_cannot_be_imported_is_warned_of(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "installed", lambda _: "3.6.0")
-    torch = Torch(version="2.13.0", cuda=None, devices=0, triton_fault="libfoo.so is missing")
+@pytest.mark.parametrize(
+    ("version", "devices", "status", "part"),
+    [
+        ("3.6.0", 0, "warn", "3.6.0, cannot be imported: libfoo.so is missing"),
+        ("3.6.0", 1, "broken", "3.6.0, cannot be imported: libfoo.so is missing"),
+        (None, 1, "broken", "not installed, cannot be imported"),
+        (None, 0, "ok", "not installed (comes with CUDA builds of torch)"),
+    ],
+)
+def test_a_triton_that_cannot_be_imported_is_broken_where_there_is_a_gpu(
+    version: str | None, devices: int, status: str, part: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(machine, "installed", lambda _: version)
+    torch = Torch(version="2.13.0", cuda=None, devices=devices, triton_fault="libfoo.so is missing")
     (triton,) = [finding for finding in doctor.packages(torch) if finding.name == "triton"]
-    assert triton == Finding("warn", "triton", "3.6.0, which cannot be imported: libfoo.so is missing")
+    assert triton.status == status and part in triton.text
 
 
 @pytest.mark.parametrize(
@@ -156,18 +168,88 @@ def test_without_the_package_that_asks_the_driver_it_says_so_where_there_is_one(
 
 @pytest.mark.parametrize(
     ("nvcc", "status", "part"),
-    [("13.2", "ok", "13.2"), ("12.4", "warn", "install a toolkit 13.x"), (None, "ok", "not installed")],
+    [("13.2", "ok", "13.2"), ("12.4", "warn", "install a toolkit 13.x"), (None, "ok", "only libraries that compile")],
 )
 def test_a_toolkit_of_another_cuda_than_torchs_is_warned_of(nvcc: str | None, status: str, part: str):
-    finding = next(doctor.toolkit(nvcc, CUDA_TORCH, None))
+    finding = next(doctor.toolkit(nvcc, CUDA_TORCH, None, needed=False))
     assert finding.status == status and part in finding.text
 
 
 @pytest.mark.parametrize(("nvcc", "status"), [("13.2", "warn"), ("12.8", "ok"), ("12.2", "ok")])
 def test_a_toolkit_newer_than_the_driver_is_warned_of(nvcc: str, status: str):
     torch = Torch(version="2.11.0", cuda=f"{nvcc[:2]}.0", devices=1, triton_fault=None)
-    finding = next(doctor.toolkit(nvcc, torch, nvidia("12.4")))
+    finding = next(doctor.toolkit(nvcc, torch, nvidia("12.4"), needed=True))
     assert finding.status == status and ("the driver takes CUDA 12.4 at most" in finding.text) == (status == "warn")
+
+
+@pytest.mark.parametrize(("needed", "status"), [(True, "warn"), (False, "ok")])
+def test_a_missing_compiler_is_warned_of_where_flashinfer_compiles(
+    needed: bool, status: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", "")
+    nvcc, ninja = doctor.toolkit(None, CPU_TORCH, None, needed=needed)
+    assert (nvcc.status, ninja.status) == (status, status)
+    assert "set CUDA_HOME" in nvcc.text and "pip install ninja" in ninja.text
+    assert ("FlashInfer compiles" in nvcc.text + ninja.text) == needed
+
+
+def test_a_gpu_without_a_c_compiler_is_broken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    assert [f.name for f in doctor.toolkit("13.2", CUDA_TORCH, None, needed=False) if f.status == "broken"] == [
+        "C compiler"
+    ]
+    assert not [f for f in doctor.toolkit("13.2", CPU_TORCH, None, needed=False) if f.status == "broken"]
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert not [f for f in doctor.toolkit("13.2", CUDA_TORCH, None, needed=False) if f.status == "broken"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "status", "parts"),
+    [
+        (
+            "9.0",
+            (),
+            "warn",
+            ["auto takes reference, which is slow", "pip install 'minisgl[cuda]'", "minisgl[flash-attn]"],
+        ),
+        ("9.0", ("flashinfer-python",), "ok", ["auto takes flashinfer", "flashinfer by flashinfer-python 1.2"]),
+        ("9.0", ("flash-attn-4", "flash-attn"), "warn", ["flash (prefill) by flash-attn-4 1.2; for flashinfer: pip"]),
+        ("8.0", ("flash-attn-4", "flashinfer-python"), "ok", ["reference, flashinfer by flashinfer-python 1.2"]),
+        (
+            "8.7",
+            ("flashinfer-python", "flash-attn"),
+            "warn",
+            ["knows no kernels for this GPU", "(prefill) by flash-attn 1.2"],
+        ),
+        ("7.5", ("flashinfer-python",), "warn", ["on capability 7.5 can be used: reference"]),
+    ],
+)
+def test_attention_backends_are_told_apart_by_package_and_capability(
+    capability: str, packages: tuple[str, ...], status: str, parts: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(machine, "installed", lambda name: "1.2" if name in packages else None)
+    other = Nvidia(driver="580.1", cuda="13.0", gpus=[dataclasses.replace(H200, capability=capability)] * 2)
+    (finding,) = doctor.attention(other, CUDA_TORCH)
+    assert finding.status == status and all(part in finding.text for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("asked", "torch", "status", "part"),
+    [
+        (None, CPU_TORCH, "ok", "auto takes reference, the only one for a CPU"),
+        (nvidia(), BLIND_TORCH, "ok", "auto takes reference, the only one for a CPU"),
+        ("nvidia-ml-py is missing", CPU_TORCH, "ok", "auto takes reference, the only one for a CPU"),
+        ("nvidia-ml-py is missing", CUDA_TORCH, "warn", "not known: nvidia-ml-py is missing"),
+        (nvidia(), "torch cannot be imported", "warn", "on capability 9.0 can be used"),
+    ],
+)
+def test_attention_on_a_gpu_that_torch_does_not_see_is_that_of_a_cpu(
+    asked: Nvidia | str | None, torch: Torch | str, status: str, part: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(machine, "installed", lambda _: None)
+    (finding,) = doctor.attention(asked, torch)
+    assert finding.status == status and part in finding.text
 
 
 def test_a_port_in_use_is_warned_of():
@@ -214,19 +296,58 @@ def test_memory_is_what_a_cgroup_leaves_of_it(tmp_path: Path):
     assert host.memory(root) == host.Memory(free_bytes=3000, limit_bytes=5000)
 
 
-def test_nvcc_is_asked_for_its_release(tmp_path: Path):
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.99'")
-    nvcc.chmod(0o755)
-    assert machine.nvcc_version(lambda _: str(nvcc)) == "12.4"
+def program(path: Path, content: str = "#!/bin/sh\n") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_nvcc_is_looked_for_where_kernel_libraries_do(variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    in_home, on_path = program(tmp_path / "cuda" / "bin" / "nvcc"), program(tmp_path / "bin" / "nvcc")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(on_path.parent))
+    assert host.nvcc() == str(on_path)
+    monkeypatch.setenv(variable, str(tmp_path / "cuda"))
+    assert host.nvcc() == str(in_home)
+    in_home.unlink()  # a home without it is not passed over: the libraries do not, either
+    assert host.nvcc() is None
+
+
+@pytest.mark.parametrize(
+    ("files_there", "compiles"),
+    [
+        ((), False),
+        (("flashinfer/__init__.py",), True),
+        (("flashinfer/__init__.py", "flashinfer/data/aot/xqa/xqa.so"), False),
+        (("flashinfer/__init__.py", "flashinfer_jit_cache/__init__.py"), False),
+    ],
+)
+def test_flashinfer_compiles_where_its_kernels_are_not_there(
+    files_there: tuple[str, ...], compiles: bool, tmp_path: Path
+):
+    for name in files_there:
+        program(tmp_path / name, "raise ImportError('not to be imported')")
+    script = "from minisgl.host import flashinfer_compiles; print(flashinfer_compiles())"
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, "-S", "-c", script]  # -S: whatever is installed here
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{compiles}\n"
+
+
+def test_nvcc_is_asked_for_its_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program(tmp_path / "bin" / "nvcc", "#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.99'")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert machine.nvcc_version() == "12.4"
 
 
 @pytest.mark.parametrize("content", ["", "no program", "#!/no/such/shell\n", "#!/bin/sh\nexit 1\n"])
-def test_an_nvcc_that_does_not_run_is_none(content: str, tmp_path: Path):
-    nvcc = tmp_path / "nvcc"
-    nvcc.write_text(content)
-    nvcc.chmod(0o755)
-    assert machine.nvcc_version(lambda _: str(nvcc)) is None
+def test_an_nvcc_that_does_not_run_is_none(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program(tmp_path / "bin" / "nvcc", content)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert machine.nvcc_version() is None
 
 
 NVML = """

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "batch": {"config"},
     "runtime": {"model", "attention", "kernels", "source", "batch", "host", "config"},
     "kernels": set(),
-    "attention": {"batch", "config"},
+    "attention": {"batch", "host", "config"},
     "model": {"attention", "kernels", "source", "batch", "config"},
     "source": {"config"},
     "tokenizer": set(),

@@ -1,19 +1,36 @@
 """Which attention kernels run where; the packages are made believe, none is imported."""
 
+import logging
+import re
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
 import pytest
 import torch
 
 from minisgl.attention import choose, flash, flashinfer
 from minisgl.attention.base import Shape
+from minisgl.bench import doctor, machine
+from minisgl.bench.machine import Gpu, Nvidia, Torch
+from minisgl.build import resolve_kernels
+from minisgl.config import EngineConfig
+from minisgl.source.model_config import read_model_config
+
+QWEN3 = Path(__file__).parents[2] / "bench_configs" / "models" / "qwen3-0.6b"
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """`installed(names)`: only these packages are there."""
 
+    def distribution(name: str, names: tuple[str, ...]) -> str:
+        if name not in names:
+            raise PackageNotFoundError(name)
+        return name
+
     def set_installed(*names: str) -> None:
-        for module in (flash, flashinfer):
-            monkeypatch.setattr(module, "find_spec", lambda name: name if name in names else None)
+        monkeypatch.setattr(flashinfer, "find_spec", lambda name: name if name in names else None)
+        monkeypatch.setattr(flash, "distribution", lambda name: distribution(name, names))
 
     return set_installed
 
@@ -86,13 +103,13 @@ def test_xqa_runs_where_its_kernels_exist(fields, expected):
     ],
 )
 def test_a_backend_says_what_it_cannot_do(installed, name, phase, fields, reason):
-    installed("flashinfer", "flash_attn", "flash_attn.cute")
+    installed("flashinfer", "flash-attn-4")
     said = choose.why_not(name, shape(**fields), phase)
     assert (said is None) if reason is None else (reason in str(said))
 
 
 def test_flash_attn_2_takes_large_pages_and_older_devices(installed):
-    installed("flash_attn")
+    installed("flash-attn")
     assert "multiples of 256" in str(choose.why_not("flash", shape((8, 0)), "prefill"))
     assert choose.why_not("flash", shape((8, 0), page_size=256), "prefill") is None
 
@@ -115,3 +132,60 @@ def test_one_name_is_for_both_phases_and_two_are_for_each(text, names):
 def test_other_texts_are_refused(text):
     with pytest.raises(ValueError, match="attention_backend"):
         choose.named(text)
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A FlashInfer without compiled kernels, and nothing to compile them with: its folder."""
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").write_text("raise ImportError('not to be imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    return tmp_path
+
+
+def program(path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.touch(0o755)
+
+
+def test_what_is_missing_to_compile_kernels_is_named_with_the_way_out(library):
+    nvcc = "nvcc is not there: install a CUDA toolkit, or set CUDA_HOME to it"
+    assert flashinfer.compiler_missing() == f"{nvcc}; ninja is not there: pip install ninja"
+    program(library / "ninja")
+    assert flashinfer.compiler_missing() == nvcc
+    program(library / "bin" / "nvcc")
+    assert flashinfer.compiler_missing() is None
+
+
+def test_kernels_that_are_compiled_already_need_no_compiler(library):
+    (library / "flashinfer" / "data" / "aot" / "xqa").mkdir(parents=True)
+    assert flashinfer.compiler_missing() is None
+
+
+@pytest.mark.parametrize(("backend", "warnings"), [("auto", 1), ("flashinfer,reference", 1), ("reference", 0)])
+def test_a_missing_compiler_is_warned_of_where_flashinfer_is_chosen(library, monkeypatch, caplog, backend, warnings):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    config = EngineConfig(device="cuda", dtype="bfloat16", attention_backend=backend)
+    with caplog.at_level(logging.WARNING):
+        resolve_kernels(config, read_model_config(QWEN3))
+    assert len(caplog.messages) == warnings
+    assert all("needs nvcc and ninja" in said and "pip install ninja" in said for said in caplog.messages)
+
+
+PACKAGES = ("flashinfer-python", "flash-attn-4", "flash-attn")
+
+
+@pytest.mark.parametrize("packages", [(), *((name,) for name in PACKAGES), PACKAGES], ids=",".join)
+def test_the_doctor_who_imports_no_torch_says_the_same(installed, monkeypatch, packages):
+    installed(*(name.removesuffix("-python") for name in packages))
+    monkeypatch.setattr(machine, "installed", lambda name: "1.0" if name in packages else None)
+    torch_here = Torch(version="2.11.0", cuda="13.0", devices=1, triton_fault=None)
+    for capability in [(major, minor) for major in range(6, 15) for minor in range(10)]:
+        gpu = Gpu(name="a GPU", memory_bytes=1, free_bytes=1, capability="{}.{}".format(*capability))
+        (finding,) = doctor.attention(Nvidia(driver="580", cuda="13.0", gpus=[gpu]), torch_here)
+        here = shape(capability, page_size=256)
+        assert re.match(r"auto takes (\w+)", finding.text)[1] == choose.automatic(here)[0], capability
+        usable = {name for name in ("flashinfer", "flash") if not choose.why_not(name, here, "prefill")}
+        assert set(re.findall(r"(\w+)(?: \(prefill\))? by ", finding.text)) == usable, capability

@@ -445,8 +445,8 @@ def test_the_configuration_in_force_is_concrete(tiny_model):
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        ({}, (1, 2, 4, 8, 16, 24, 30)),
-        ({"cuda_graph_max_bs": 5}, (1, 2, 4, 5)),
+        ({}, (1, 8, 16, 24, 30)),
+        ({"cuda_graph_max_bs": 5}, (1, 5)),
         ({"cuda_graph_bs": [7, 3, 64]}, (3, 7)),
         ({"cuda_graph_bs": [7, 3, 9], "cuda_graph_max_bs": 8}, (3, 7)),
         ({"cuda_graph": False}, ()),
@@ -465,7 +465,7 @@ def test_graphs_are_as_large_as_asked_and_no_larger_than_the_running_requests(op
 
 def test_graphs_that_are_asked_for_and_ruled_out_are_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ValueError, match="cuda_graph_max_bs=0 leaves none"):
+    with pytest.raises(ValueError, match=r"cuda_graph_max_bs=0, .* leave none"):
         resolve(EngineConfig(cuda_graph=True, cuda_graph_max_bs=0))
 
 
