@@ -27,6 +27,16 @@ class Shape:
         """Query heads that share a key head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def device(self) -> str:
+        """What it runs on, in words."""
+        return "a CPU" if self.capability is None else "compute capability {}.{}".format(*self.capability)
+
+    @property
+    def dtype_name(self) -> str:
+        """As users know it."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 class KVCache:
     """The memory of keys and values, `[layer, 2, page, page_size, kv_head, head_size]`.

@@ -27,7 +27,7 @@ def automatic(shape: Shape) -> tuple[str, str | None]:
     if shape.capability is None:
         return "reference", None
     if shape.capability not in _KNOWN:
-        return "reference", "no kernels are known to run on compute capability {}.{}".format(*shape.capability)
+        return "reference", f"no kernels are known to run on {shape.device}"
     reason = flashinfer.supports(shape, "decode")
     return ("reference", reason) if reason else ("flashinfer", None)
 

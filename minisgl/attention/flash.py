@@ -36,9 +36,9 @@ def supports(shape: Shape, phase: PhaseName) -> str | None:
     if number is None:
         return "flash-attn-4 is not installed: pip install 'minisgl[flash-attn]'"
     if shape.capability is None or shape.capability[0] not in _CAPABILITIES[number]:
-        return f"flash-attn {number} does not run on compute capability {shape.capability}"
+        return f"flash-attn {number} does not run on {shape.device}"
     if shape.dtype not in (torch.bfloat16, torch.float16):
-        return f"flash takes bfloat16 and float16, not {shape.dtype}: use --dtype bfloat16, or reference"
+        return f"flash takes bfloat16 and float16, not {shape.dtype_name}: use --dtype bfloat16, or reference"
     if shape.head_size not in (64, 96, 128):
         return f"flash takes heads of 64, 96 and 128, not {shape.head_size}"
     if number == 2 and shape.page_size % _PAGE_2:

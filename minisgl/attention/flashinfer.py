@@ -33,9 +33,9 @@ def supports(shape: Shape, phase: PhaseName) -> str | None:
     if not find_spec("flashinfer"):
         return "flashinfer is not installed: pip install 'minisgl[cuda]'"
     if shape.capability is None or shape.capability[0] not in _CAPABILITIES:
-        return f"flashinfer runs on CUDA devices of compute capability 8.x, 9.x, 10.x and 12.x, not {shape.capability}"
+        return f"flashinfer runs on compute capabilities 8.x, 9.x, 10.x and 12.x, not on {shape.device}"
     if shape.dtype not in (torch.bfloat16, torch.float16):
-        return f"flashinfer takes bfloat16 and float16, not {shape.dtype}: use --dtype bfloat16, or reference"
+        return f"flashinfer takes bfloat16 and float16, not {shape.dtype_name}: use --dtype bfloat16, or reference"
     if shape.head_size not in _HEAD_SIZES:
         return f"flashinfer takes heads of {', '.join(map(str, _HEAD_SIZES))}, not {shape.head_size}"
     if shape.group > _MOST_GROUP:

@@ -91,6 +91,8 @@ class DecoderLayer(nn.Module):
         x, delta = self.self_attn(self.input_layernorm, x, delta, rotation, attention)
         return self.mlp(self.post_attention_layernorm, x, delta)
 
+    __call__ = forward
+
 
 class Attention(nn.Module):
     """Grouped-query attention: H query heads share K key and value heads."""
@@ -127,6 +129,8 @@ class Attention(nn.Module):
         out = attention.forward(self.layer, q)  # [T, H, D]
         return x, self.o_proj(out.flatten(1))
 
+    __call__ = forward
+
 
 class MLP(nn.Module):
     """The gated feed-forward network."""
@@ -147,3 +151,5 @@ class MLP(nn.Module):
         """The residual stream x + delta, [T, E] each, and what the network adds to it."""
         x, hidden = normed_projection(norm, self.gate_up_proj, x, delta, gated=True)
         return x, self.down_proj(hidden)
+
+    __call__ = forward

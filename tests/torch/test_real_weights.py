@@ -79,7 +79,8 @@ def test_greedy_tokens_equal_transformers_run_together_and_twice(setting, device
     few = "num_pages" in setting
     if few:
         monkeypatch.setattr(Demand, "share", 0.0)  # admit without foresight, so that pages run out
-    with LLM("smollm2", dtype="float32", device=device, **setting) as llm:
+    graphs = {"cuda_graph": device == "cuda", "cuda_graph_max_bs": 32}
+    with LLM("smollm2", dtype="float32", device=device, **graphs, **setting) as llm:
         for again in (False, True):
             outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS))
             assert [o.outputs[0].token_ids for o in outs] == reference
