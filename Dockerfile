@@ -1,4 +1,5 @@
-# minisgl on the CPU, or on an NVIDIA GPU with the NVIDIA container toolkit.
+# minisgl on a CPU. For a GPU begin from a CUDA development image with Python, and install ".[cuda]": kernels are compiled
+# at first use, which needs gcc, nvcc and ninja; `minisgl doctor` says what is missing.
 #   docker build -t minisgl .
 #   docker run --rm -v minisgl:/models minisgl run "What is the capital of France?"
 FROM python:3.12-slim

@@ -89,10 +89,10 @@ class Phase(Protocol):
         """Prepare for the layers of one step, which has rows of this kind."""
         ...
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor | None) -> Tensor:
         """Attend causally from q [t, H, D], the tokens of this kind of rows, to all that their requests have.
 
-        The step's keys and values are in the cache already. The result is written to `out` [t, H, D].
+        The step's keys and values are in the cache already. The result is `out` [t, H, D], where that is given.
         """
         ...
 
@@ -141,18 +141,19 @@ class PagedAttention:
 
     def forward(self, layer: int, q: Tensor) -> Tensor:
         """[T, H, D] to [T, H, D], once the step's keys and values of this layer are stored."""
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        self.attend(layer, q, out)
-        return out
+        # Kernels write to memory that they are given; torch makes its own, and a copy would be one operation more.
+        return self.attend(layer, q, torch.empty_like(q) if q.is_cuda else None)
 
-    def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """The same, written to `out`."""
+    def attend(self, layer: int, q: Tensor, out: Tensor | None) -> Tensor:
+        """The same; the result is `out`, where that is given."""
         assert self._step is not None, "begin() comes before forward()"
         n = self._step.batch.num_decode
-        if n:
-            self.decode.forward(layer, q[:n], out[:n])
-        if n < len(q):
-            self.prefill.forward(layer, q[n:], out[n:])
+        if n in (0, len(q)):
+            return (self.decode if n else self.prefill).forward(layer, q, out)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        self.decode.forward(layer, q[:n], out[:n])
+        self.prefill.forward(layer, q[n:], out[n:])
+        return out
 
     def for_graph(self, size: int, pages: int) -> "PagedAttention":
         """The one to capture in a graph of `size` decode rows, of up to `pages` pages each; the largest comes first."""

@@ -81,10 +81,11 @@ class _Prefill:
             self._arguments |= {"cu_seqlens_k": k_indptr, "max_seqlen_k": int(kv_len.max())}
             self._arguments |= {"block_table": step.tables[n:]}
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor | None) -> Tensor:
         """[t, H, D] to [t, H, D]."""
         result = self._run(q, *self._kv.pages(layer), **self._arguments)
-        out.copy_(result[0] if isinstance(result, tuple) else result)
+        result = result[0] if isinstance(result, tuple) else result
+        return result if out is None else out.copy_(result)
 
     def for_graph(self, size: int, pages: int) -> Phase:
         """Graphs hold decode rows alone."""

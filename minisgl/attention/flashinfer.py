@@ -128,9 +128,9 @@ class _Prefill(_Planned):
         q_indptr = np.concatenate([[0], np.cumsum(batch.q_len[n:])]).astype(np.int32)
         self._plan(self._wrapper, step.tables[n:], batch.kv_len[n:], torch.from_numpy(q_indptr), causal=True)
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor | None) -> Tensor:
         """[t, H, D] to [t, H, D]."""
-        self._wrapper.run(q, self._kv.pages(layer), out=out)
+        return self._wrapper.run(q, self._kv.pages(layer), out=out)
 
     def for_graph(self, size: int, pages: int) -> Phase:
         """Graphs hold decode rows alone."""
@@ -158,9 +158,9 @@ class _Decode(_Planned):
         n = step.batch.num_decode
         self._plan(self._wrapper, step.tables[:n], step.batch.kv_len[:n])
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor | None) -> Tensor:
         """[t, H, D] to [t, H, D]."""
-        self._wrapper.run(q, self._kv.pages(layer), out=out)
+        return self._wrapper.run(q, self._kv.pages(layer), out=out)
 
     def for_graph(self, size: int, pages: int) -> Phase:
         """One whose buffers never move."""
@@ -191,9 +191,9 @@ class _XQA:
         n = step.batch.num_decode
         self._tables, self._lengths = step.tables[:n], step.kv_len[:n].view(torch.uint32)
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor | None) -> Tensor:
         """[t, H, D] to [t, H, D]."""
-        self._run(
+        return self._run(
             q,
             self._kv.pages(layer),
             self._memory,

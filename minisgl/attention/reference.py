@@ -60,13 +60,17 @@ class ReferenceDecode:
             self._groups = list(self._plan_groups(step))
             self._gather.reserve(group.entries for group in self._groups)
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor | None) -> Tensor:
         """[t, H, D] to [t, H, D], one query token a row."""
+        if out is None and len(self._groups) == 1 and isinstance(self._groups[0].rows, slice):
+            return self._attend(self._groups[0], layer, q)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         for group in self._groups:
             if isinstance(group.rows, Tensor):
                 out.index_copy_(0, group.rows, self._attend(group, layer, q[group.rows]))
             else:
                 out[group.rows] = self._attend(group, layer, q[group.rows])
+        return out
 
     def for_graph(self, size: int, pages: int) -> "ReferenceDecode":
         """A new one, which keeps no memory between layers: the graph's own is used again by itself."""
@@ -133,11 +137,13 @@ class ReferencePrefill:
         self._rows = list(self._plan_rows(step))
         self._gather.reserve(row.entries for row in self._rows)
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor | None) -> Tensor:
         """[t, H, D] to [t, H, D]."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         for row in self._rows:
             tokens = slice(row.start, row.stop)
             self._attend(row.cached, q[tokens], *self._gather.read(layer, row.entries), out[tokens])
+        return out
 
     def for_graph(self, size: int, pages: int) -> "ReferencePrefill":
         """Graphs hold decode rows alone."""

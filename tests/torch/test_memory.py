@@ -3,9 +3,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from minisgl import LLM, SamplingParams
+from minisgl.build import _memory_errors
 from minisgl.config import EngineConfig
 from minisgl.host import Memory, memory
 from minisgl.runtime.memory import count_pages, page_bytes
+from minisgl.runtime.runner import ModelRunner
 from minisgl.source.model_config import ModelConfig, RopeConfig
 
 CPU = torch.device("cpu")
@@ -99,3 +102,28 @@ def test_the_user_has_the_last_word(monkeypatch):
 def test_where_no_page_fits_the_error_has_the_numbers_and_the_way_out(monkeypatch):
     with pytest.raises(ValueError, match=r"16 tokens takes 737,280 bytes and 250,000 are left.*--num-pages"):
         pages(monkeypatch, 1_000_000)
+
+
+def test_a_trial_that_does_not_fit_says_which_flags_to_change_and_not_what_the_runner_would_say_later():
+    cause = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nmore")
+    said = r"^no memory for the largest step: lower --a \(CUDA out of memory. Tried to allocate 20.00 GiB\)$"
+    with pytest.raises(ValueError, match=said), _memory_errors("the largest step", "lower --a"):
+        raise RuntimeError("a step does not fit: lower --b") from cause
+
+
+def test_other_faults_are_not_taken_for_a_lack_of_memory():
+    with pytest.raises(RuntimeError, match="something else"), _memory_errors("a", "b"):
+        raise RuntimeError("something else")
+
+
+def test_a_device_out_of_memory_in_a_step_names_the_flags(tiny_model, monkeypatch):
+    def launch(self, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with LLM(str(tiny_model("LlamaForCausalLM")), device="cpu") as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelRunner, "_launch", launch)
+            message = r"lower --gpu-memory-utilization, --chunked-prefill-size or .*2.00 GiB"
+            with pytest.raises(RuntimeError, match=message):
+                llm.generate([[5, 6]], SamplingParams(max_tokens=2))
+        assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2

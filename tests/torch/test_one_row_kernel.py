@@ -31,7 +31,7 @@ def check(size, rows, dtype, *, delta=True, norm=True, gated=False, bias=False):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("size", "rows"), [(64, 2), (96, 10), (576, 30), (1024, 8), (2049, 6), (5120, 4)])
+@pytest.mark.parametrize(("size", "rows"), [(64, 2), (96, 10), (576, 14), (2049, 6)])
 @pytest.mark.parametrize("kind", ["plain", "bias", "norm", "norm without delta", "gated", "gated with bias"])
 def test_it_is_the_reference(kind, size, rows, dtype):
     check(
