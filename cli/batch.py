@@ -12,7 +12,7 @@ from minisgl.config import SamplingParams
 from minisgl.server.batch import answer_rows
 from minisgl.server.batch_file import Results, open_results, read_lines, survey
 
-from .terminal import Meter
+from .terminal import Meter, say
 
 if TYPE_CHECKING:
     from minisgl.llm import LLM
@@ -28,7 +28,7 @@ def answer_file(
     with _open_requests(source, target) as file:
         found = survey(file)
         for fault in found.faults:
-            _say(console, f"{source}: {fault}")
+            say(console, f"{source}: {fault}")
         to_stdout = nullcontext(Results(sys.stdout.buffer, "stdout"))
         with open_results(target, found.offsets) if target else to_stdout as results:
             missing = len(found.offsets.keys() - results.done)
@@ -45,14 +45,14 @@ def answer_file(
                         failed = answer_rows(llm, lines, sampling, write, meter.advance, meter.show)
                     except SystemExit:
                         rest = f": {target} has what is finished, and the same command does the rest"
-                        _say(console, f"stopped{rest if target else ''}")
+                        say(console, f"stopped{rest if target else ''}")
                         raise
                 answered = missing - failed
                 tokens = f"tokens in {meter.tokens_in} (cached {meter.tokens_cached}), out {meter.tokens_out}"
                 cost = f"; {tokens}, {meter.rate:.1f} tok/s" if answered else ""
     before = len(found.offsets) - missing
     notes = [(failed, "failed"), (before, "were there already"), (len(found.faults), "lines have no row")]
-    _say(console, ", ".join([f"{answered} answered", *(f"{n} {what}" for n, what in notes if n)]) + cost)
+    say(console, ", ".join([f"{answered} answered", *(f"{n} {what}" for n, what in notes if n)]) + cost)
     return not failed and not found.faults
 
 
@@ -68,7 +68,3 @@ def _open_requests(source: Path, target: Path | None) -> Iterator[IO[bytes]]:
         if target is not None and target.exists() and target.samefile(source):
             raise ValueError(f"{target} is the file of requests itself: give --output another name")
         yield file
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import os
-import sys
 import tomllib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ from minisgl.bench.offline import measure
 from minisgl.bench.workload import WorkloadConfig
 from minisgl.config import EngineConfig, SamplingParams
 
-from .terminal import LogConfig, progress, start_logging
+from .terminal import LogConfig, progress, say, start_logging, table_console
 
 
 def bench(
@@ -38,12 +38,9 @@ def bench(
     console = Console(stderr=True)
     start_logging(console, logs)
 
-    def say(line: str) -> None:
-        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
-
     config = _beside_file(config, context.params["config"] or ())
-    measurement = measure(config, workload, sampling, progress(console), say)
-    measurement.show(Console(width=None if sys.stdout.isatty() else 200))  # a pipe has no width to cut columns for
+    measurement = measure(config, workload, sampling, progress(console), partial(say, console))
+    measurement.show(table_console())
     if output is not None:
         output.write_text(json.dumps(measurement.as_json(), indent=2) + "\n", encoding="utf-8")
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from minisgl.source.cache_folder import cache_folder
 from minisgl.source.inventory import cached_models, find_cached
 
-from .terminal import LogConfig, progress, start_logging
+from .terminal import LogConfig, progress, start_logging, table_console
 
 models = typer.Typer()
 
@@ -43,8 +43,7 @@ def show(
     for model in found:
         used = time.strftime("%Y-%m-%d", time.localtime(model.used_s))
         table.add_row(Text(model.name), model.kind, f"{model.size_bytes / 1e6:,.0f} MB", used)
-    # A pipe has no width that names should be cut for.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    table_console().print(table)
 
 
 @models.command()

@@ -42,6 +42,16 @@ def start_logging(console: Console, logs: LogConfig) -> None:
     logging.getLogger("minisgl").setLevel(logs.log_level.upper())
 
 
+def say(console: Console, line: str) -> None:
+    """Print a line of what goes on, as it is."""
+    console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def table_console() -> Console:
+    """For tables on stdout: a pipe has no width that columns or names should be cut for."""
+    return Console(width=None if sys.stdout.isatty() else 200)
+
+
 @contextmanager
 def progress(console: Console) -> Iterator["Report"]:
     """Show what is reported: as bars, gone when done, on a terminal; elsewhere one line as each thing begins."""

@@ -77,6 +77,10 @@ def _graph_sizes(config: EngineConfig) -> tuple[int, ...]:
     return tuple(sorted({size for size in wanted if size <= min(largest, config.max_running_requests)}))
 
 
+def _piece_sizes(config: EngineConfig) -> list[int]:
+    return piece_sizes(config.chunked_prefill_size + config.max_running_requests)
+
+
 def resolve_kernels(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Choose attention kernels, page size and CUDA graphs, in a new object.
 
@@ -159,8 +163,8 @@ def build_engine(
         if device.type == "cuda" and config.num_pages is not None:
             _warm_up(runner, config, context, pages, report)
         if config.cuda_graph_bs:
-            tokens = piece_sizes(config.chunked_prefill_size + config.max_running_requests)
-            runner.capture(config.cuda_graph_bs, tokens, report and partial(report, "capturing CUDA graphs"))
+            tell = report and partial(report, "capturing CUDA graphs")
+            runner.capture(config.cuda_graph_bs, _piece_sizes(config), tell)
             warm_up_graphs(runner, config.cuda_graph_bs, config.page_size)
         scheduler = Scheduler(
             num_slots=config.max_running_requests,
@@ -229,7 +233,7 @@ def _measure(
     _warm_up(runner, config, length, pages, report)
     graphs = 0
     if config.cuda_graph_bs:
-        tokens = piece_sizes(config.chunked_prefill_size + config.max_running_requests)
+        tokens = _piece_sizes(config)
         runner.capture(config.cuda_graph_bs[-1:], tokens[-1:])
         graphs = len(config.cuda_graph_bs) + len(tokens)
     held_bytes = used_bytes(device) - kv.memory.nbytes + GRAPH_BYTES * graphs

@@ -45,7 +45,7 @@ class LLM:
         folder = locate(config.model, config.revision, config.load_format, report)
         self.model_name = folder.name
         self.tokenizer = Tokenizer.find(folder.path)
-        model = read_model_config(folder.path)
+        self.model_config = model = read_model_config(folder.path)
         self.config = resolve_kernels(self.config, model)
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self._engine: Engine | None = build_engine(self.config, folder, model, report)

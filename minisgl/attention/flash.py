@@ -66,19 +66,13 @@ class _Prefill:
     def plan(self, step: Step) -> None:
         """Say which tokens and pages are whose."""
         n, q_len, device = step.batch.num_decode, step.batch.q_len, step.tables.device
-        q_indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(q_len[n:])]).astype(np.int32)).to(
-            device, non_blocking=True
-        )
-        self._arguments = {"cu_seqlens_q": q_indptr, "max_seqlen_q": int(q_len[n:].max()), "causal": True}
-        self._arguments |= {"softmax_scale": self._scale}
+        self._arguments = {"cu_seqlens_q": _starts(q_len[n:], device), "max_seqlen_q": int(q_len[n:].max())}
+        self._arguments |= {"causal": True, "softmax_scale": self._scale}
         if self._version == 4:
             self._arguments |= {"seqused_k": step.kv_len[n:], "page_table": step.tables[n:]}
         else:
             kv_len = step.batch.kv_len[n:]
-            k_indptr = torch.from_numpy(np.concatenate([[0], np.cumsum(kv_len)]).astype(np.int32)).to(
-                device, non_blocking=True
-            )
-            self._arguments |= {"cu_seqlens_k": k_indptr, "max_seqlen_k": int(kv_len.max())}
+            self._arguments |= {"cu_seqlens_k": _starts(kv_len, device), "max_seqlen_k": int(kv_len.max())}
             self._arguments |= {"block_table": step.tables[n:]}
 
     def forward(self, layer: int, q: Tensor, out: Tensor | None) -> Tensor:

@@ -16,8 +16,6 @@ from minisgl.bench.roofline import Roofline, roofline
 from minisgl.bench.workload import WARM_UP, Job, WorkloadConfig, latency_jobs, throughput_jobs
 from minisgl.config import EngineConfig, SamplingParams
 from minisgl.source.cache_folder import Report
-from minisgl.source.hub import locate
-from minisgl.source.model_config import read_model_config
 
 if TYPE_CHECKING:
     from minisgl.llm import LLM
@@ -41,7 +39,7 @@ def measure(
     with loading as report:
         llm = LLM.from_config(config, report)
     with llm:
-        model = read_model_config(locate(config.model, config.revision, config.load_format).path, warn=False)
+        model = llm.model_config
         _check_fits(workload, model.vocab_size, llm.max_model_len)
         device = device_name(llm.config.device)
         bound = roofline(model, llm.config.dtype, device, llm.config.tp)
