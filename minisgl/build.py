@@ -88,8 +88,9 @@ def resolve_kernels(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """
     shape = _shape(config, *_heads(model))
     best, reason = automatic(shape)
-    prefill, decode = (best if name == "auto" else name for name in named(config.attention_backend))
-    if reason and "auto" in named(config.attention_backend):
+    names = named(config.attention_backend)
+    prefill, decode = (auto if name == "auto" else name for name, auto in zip(names, best, strict=True))
+    if reason and "auto" in names:
         logger.warning("attention runs by plain PyTorch, which is slow: %s", reason)
     shape = replace(shape, page_size=config.page_size or best_page_size((prefill, decode)))
     _check_backends((prefill, decode), shape)

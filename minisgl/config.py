@@ -87,7 +87,7 @@ class EngineConfig:
         Doc("A decode batch size to keep as a CUDA graph; may be given several times; default: a list."),
     ] = None
     attention_backend: Annotated[
-        str, Doc("auto, flashinfer, flash or reference, or PREFILL,DECODE to name one for each phase.")
+        str, Doc("auto, flashinfer, flash, triton or reference, or PREFILL,DECODE to name one for each phase.")
     ] = "auto"
     tp: Annotated[int, Doc("GPUs to shard the model over."), Flag(aliases=("--tensor-parallel-size", "--tp-size"))] = 1
 

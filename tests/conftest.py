@@ -2,6 +2,9 @@
 
 import ctypes
 import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -9,6 +12,21 @@ try:
     ctypes.CDLL("libcuda.so.1")
 except OSError:  # no driver, no GPU: Triton's kernels are interpreted, which must be said before any is imported
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreted_loops() -> None:
+    """Let Triton's interpreter take a loop's bounds from a kernel's numbers: it knows them as arrays of one element."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
+        return
+    interpreter = import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_with_index
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

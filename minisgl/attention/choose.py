@@ -1,14 +1,17 @@
 """Which kernels run: `--attention-backend` by name, and what `auto` stands for."""
 
-from minisgl.attention import flash, flashinfer, reference
+from minisgl.attention import flash, flashinfer, reference, triton
 from minisgl.attention.base import KVCache, PagedAttention, PhaseName, Shape
 
-BACKENDS = {"reference": reference, "flashinfer": flashinfer, "flash": flash}
+BACKENDS = {"reference": reference, "flashinfer": flashinfer, "flash": flash, "triton": triton}
 
 PHASES: tuple[PhaseName, PhaseName] = ("prefill", "decode")
 
 _KNOWN = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 """Compute capabilities for which `auto` takes FlashInfer; on any other the reference is what surely runs."""
+
+_MEASURED = ((9, 0),)
+"""Where our own decode kernel has been found to be faster."""
 
 
 def named(backend: str) -> tuple[str, str]:
@@ -19,17 +22,21 @@ def named(backend: str) -> tuple[str, str]:
     for name in names:
         if name not in ("auto", *BACKENDS):
             raise ValueError(f"attention_backend={backend!r}: {name!r} is none of auto, {', '.join(BACKENDS)}")
-    return (names[0], "auto") if names == ["flash"] else (names[0], names[-1])  # flash has no decode
+    if names == ["flash"]:
+        return "flash", "auto"  # it has no decode
+    return ("auto", "triton") if names == ["triton"] else (names[0], names[-1])  # nor this one prefill
 
 
-def automatic(shape: Shape) -> tuple[str, str | None]:
-    """The backend that `auto` stands for, and, where it is the reference on a CUDA device, why."""
+def automatic(shape: Shape) -> tuple[tuple[str, str], str | None]:
+    """What `auto` stands for, by phase, and, where it is the reference on a CUDA device, why."""
     if shape.capability is None:
-        return "reference", None
+        return ("reference", "reference"), None
     if shape.capability not in _KNOWN:
-        return "reference", f"no kernels are known to run on {shape.device}"
-    reason = flashinfer.supports(shape, "decode")
-    return ("reference", reason) if reason else ("flashinfer", None)
+        return ("reference", "reference"), f"no kernels are known to run on {shape.device}"
+    if reason := flashinfer.supports(shape, "decode"):
+        return ("reference", "reference"), reason
+    ours = shape.capability in _MEASURED and triton.supports(shape, "decode") is None
+    return ("flashinfer", "triton" if ours else "flashinfer"), None
 
 
 def why_not(name: str, shape: Shape, phase: PhaseName) -> str | None:

@@ -35,6 +35,7 @@ class _Group:
     rows: Tensor | slice  # N rows of the batch and thereby query tokens: indices [N] int64, or all of a range
     entries: Tensor | slice  # [N * L] int64, cache entries of each row, padded to the longest with its own first one
     mask: Tensor | None  # [N, 1, 1, L], 0 or -inf at padding; None where there is no padding
+    run: list[tuple[Tensor, Tensor]] | None  # of entries that are a slice, each layer's keys and values [N, K, L, D]
 
 
 class ReferenceDecode:
@@ -101,13 +102,23 @@ class ReferenceDecode:
             entries = torch.where(padding, entries[:, :1], entries)
             mask = torch.zeros_like(padding, dtype=self._kv.memory.dtype).masked_fill_(padding, -torch.inf)
             mask = mask[:, None, None]
-        return _Group(rows, _run(entries.flatten()), mask)
+        found = _run(entries.flatten())
+        return _Group(rows, found, mask, self._views(found, len(entries)) if isinstance(found, slice) else None)
+
+    def _views(self, entries: slice, rows: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of all layers where they lie: views made together take less time than layer by layer."""
+        views = self._kv.memory.flatten(2, 3)[:, :, entries].unflatten(2, (rows, -1)).transpose(3, 4)
+        flat = views.flatten(0, 1).unbind()  # keys, then values of each layer
+        return list(zip(flat[::2], flat[1::2], strict=True))
 
     def _attend(self, group: _Group, layer: int, q: Tensor) -> Tensor:
         """[N, H, D] to [N, H, D]. The H / K query heads of a key head are its queries."""
-        keys, values = self._gather.read(layer, group.entries)
-        k, v = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in (keys, values))  # [N, K, L, D]
-        q = q.unflatten(1, (k.shape[1], -1))  # [N, K, H / K, D]
+        if group.run is not None:
+            k, v = group.run[layer]  # [N, K, L, D]
+        else:
+            gathered = self._gather.read(layer, group.entries)
+            k, v = (x.view(len(q), -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
+        q = q.view(len(q), k.shape[1], -1, q.shape[2])  # [N, K, H / K, D]
         return attend(q, k, v, group.mask, self._scale).flatten(1, 2)
 
 
@@ -182,26 +193,27 @@ class _Gather:
     """Copies keys and values out of the pages, into memory that every layer and step uses again."""
 
     def __init__(self, kv: KVCache) -> None:
-        self._kv = kv
-        self._copies = kv.memory.new_empty(2, 0, *kv.memory.shape[4:])
+        self._layers = kv.memory.flatten(2, 3).unbind()  # [2, entries, K, D] each: keys and values
+        self._copies = kv.memory.new_empty(0)
+        self._entry = kv.memory.shape[4:]  # K, D
         self.budget = _GATHERED_BYTES[kv.memory.device.type] // kv.memory[0, 0, 0, 0].nbytes
         """Entries to copy at a time."""
 
     def reserve(self, wanted: Iterable[Tensor | slice]) -> None:
         longest = max((len(entries) for entries in wanted if isinstance(entries, Tensor)), default=0)
-        if self._copies.shape[1] < longest:
-            self._copies = self._copies.new_empty(2, longest, *self._copies.shape[2:])
+        if self._copies.numel() < (size := 2 * longest * self._entry.numel()):
+            self._copies = self._copies.new_empty(size)
 
     def read(self, layer: int, entries: Tensor | slice) -> tuple[Tensor, Tensor]:
         """Keys and values of n entries, [n, K, D] each, valid until the next read."""
-        keys, values = self._kv.entries(layer)
-        if isinstance(entries, slice) or self._copies.shape[1] < len(entries):
-            return keys[entries], values[entries]
-        into_keys, into_values = self._copies[:, : len(entries)]
-        return (
-            torch.index_select(keys, 0, entries, out=into_keys),
-            torch.index_select(values, 0, entries, out=into_values),
-        )
+        memory = self._layers[layer]
+        if isinstance(entries, slice):
+            return memory[0, entries], memory[1, entries]
+        copy, size = None, 2 * len(entries) * self._entry.numel()
+        if size <= self._copies.numel():
+            copy = self._copies[:size].view(2, len(entries), *self._entry)
+        keys, values = torch.index_select(memory, 1, entries, out=copy)
+        return keys, values
 
 
 def _entries(tables: Tensor, length: int, page_size: int) -> Tensor:

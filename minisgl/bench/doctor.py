@@ -4,7 +4,7 @@ import os
 import platform
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -25,10 +25,19 @@ OPTIONAL = {
 }
 """Packages that minisgl can do without, and how each is had."""
 
-BACKENDS = {"flashinfer": ("flashinfer-python",), "flash (prefill)": ("flash-attn-4", "flash-attn")}
+BACKENDS = {
+    "flashinfer": ("flashinfer-python",),
+    "flash (prefill)": ("flash-attn-4", "flash-attn"),
+    "triton (decode)": ("triton",),
+}
 """Attention backends besides the reference, and the packages of each: the first that is installed counts."""
 
-CAPABILITIES = {"flashinfer-python": (8, 9, 10, 12), "flash-attn-4": (9, 10), "flash-attn": (8, 9, 10, 12)}
+CAPABILITIES: Mapping[str, Container[int]] = {
+    "flashinfer-python": (8, 9, 10, 12),
+    "flash-attn-4": (9, 10),
+    "flash-attn": (8, 9, 10, 12),
+    "triton": range(8, 100),
+}
 """Major compute capabilities that each runs on."""
 
 AUTO_CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernels.compiler import tl, triton
+from minisgl.kernels.compiler import dependent_launch, tl, triton
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -23,9 +23,11 @@ def silu_and_mul_fused(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
     block = 1024  # 8 elements a thread, which are 16 bytes at once
+    pdl, options = dependent_launch(gate_up.device)
     _silu_and_mul_kernel[(rows, -(-width // block))](
         gate_up, gate_up.stride(0), out, width,
-        block,  # pyright: ignore[reportArgumentType]  # launches take plain numbers for constexprs
+        block, pdl,  # pyright: ignore[reportArgumentType]  # launches take plain numbers for constexprs
+        **options,
     )  # fmt: skip
     return out
 
@@ -33,7 +35,10 @@ def silu_and_mul_fused(gate_up: Tensor) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _silu_and_mul_kernel(gate_up, row_stride, out, width, BLOCK: tl.constexpr):
+    def _silu_and_mul_kernel(gate_up, row_stride, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()  # pyright: ignore[reportAttributeAccessIssue]
+            tl.extra.cuda.gdc_wait()  # pyright: ignore[reportAttributeAccessIssue]
         row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = at < width
         gate = gate_up + row * row_stride + at

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minisgl.kernels.compiler import power_of_two, tl, triton
+from minisgl.kernels.compiler import dependent_launch, power_of_two, tl, triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -48,19 +48,25 @@ def _launch(x: Tensor, delta: Tensor | None, total: Tensor | None, weight: Tenso
     block = power_of_two(size)
     warps = min(max(block // 256, 1), 16)  # 8 elements a thread are 16 bytes at once; a block has 16 warps at most
     delta_stride = 0 if delta is None else delta.stride(0)
+    pdl, options = dependent_launch(x.device)
     _norm_kernel[(rows,)](
-        x, x.stride(0), delta, delta_stride, total, weight, out, size, eps, block,
-        num_warps=warps,  # pyright: ignore[reportCallIssue]  # launches take options, too
+        x, x.stride(0), delta, delta_stride, total, weight, out, size, eps, block, pdl,
+        num_warps=warps, **options,  # pyright: ignore[reportCallIssue]  # launches take options, too
     )  # fmt: skip
 
 
 if triton is not None:
 
     @triton.jit
-    def _norm_kernel(x, x_stride, delta, delta_stride, total, weight, out, size, eps, BLOCK: tl.constexpr):
+    def _norm_kernel(
+        x, x_stride, delta, delta_stride, total, weight, out, size, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+    ):
         """One row per program; without `delta`, the sum is x itself."""
         row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
         inside = at < size
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()  # pyright: ignore[reportAttributeAccessIssue]
+            tl.extra.cuda.gdc_wait()  # pyright: ignore[reportAttributeAccessIssue]
         dtype = out.dtype.element_ty
         summed = tl.load(x + row * x_stride + at, mask=inside, other=0).to(tl.float32)
         if delta is not None:

@@ -5,13 +5,11 @@ kernel starts while the one before it still runs (programmatic dependent launch)
 their way when the vector is there.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from minisgl.kernels.activation import silu_and_mul_reference
-from minisgl.kernels.compiler import power_of_two, tl, triton
+from minisgl.kernels.compiler import dependent_launch, power_of_two, tl, triton
 from minisgl.kernels.norm import add_rms_norm_reference, rms_norm_reference
 
 Norm = tuple[Tensor, float]
@@ -59,19 +57,14 @@ def project_fused(
     block = min(power_of_two(size), 2048)
     at_once = 8 if rows > 16_384 else 2  # few, so that every processor has some; more where there are enough
     norm_weight, eps = norm or (None, 0.0)
-    pdl = has_dependent_launch(x.device)
-    options: dict[str, Any] = {"num_warps": max(1, at_once * block // 1024)} | ({"launch_pdl": True} if pdl else {})
+    pdl, options = dependent_launch(x.device)
+    options |= {"num_warps": max(1, at_once * block // 1024)}
     _project_kernel[(-(-rows // at_once),)](
         x, delta, norm_weight, eps, weight, bias, total, out, rows,
         size, block, at_once, gated, pdl,  # pyright: ignore[reportArgumentType]
         **options,
     )  # fmt: skip
     return total, out
-
-
-def has_dependent_launch(device: torch.device) -> bool:
-    """Whether kernels may start before the one that they wait for has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 if triton is not None:

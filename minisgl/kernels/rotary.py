@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from minisgl.kernels.compiler import power_of_two, tl, triton
+from minisgl.kernels.compiler import dependent_launch, power_of_two, tl, triton
 from minisgl.kernels.norm import rms_norm_reference
 
 Norms = tuple[Tensor, Tensor, float]
@@ -79,10 +79,12 @@ def rotate_and_store_fused(
     q = torch.empty(tokens, num_heads, size, dtype=heads.dtype, device=heads.device)
     half = power_of_two(size // 2)
     block = min(power_of_two(all_heads), max(512 // half, 1))  # heads that make 8 elements a thread
+    pdl, options = dependent_launch(heads.device)
     _rotate_and_store_kernel[(tokens, -(-all_heads // block))](
         heads, heads.stride(0), rotation.table, rotation.positions, q_weight, k_weight, eps, entries,
         q, keys, values, keys.stride(0), keys.stride(1),
-        num_heads, num_kv_heads, size // 2, half, block,  # pyright: ignore[reportArgumentType]
+        num_heads, num_kv_heads, size // 2, half, block, pdl,  # pyright: ignore[reportArgumentType]
+        **options,
     )  # fmt: skip
     return q
 
@@ -94,6 +96,7 @@ if triton is not None:
         heads, heads_stride, table, positions, q_weight, k_weight, eps, entries,
         q, keys, values, entry_stride, head_stride,
         H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+        PDL: tl.constexpr,
     ):  # fmt: skip
         """A few heads of one token per program, as their left and right halves."""
         token = tl.program_id(0).to(tl.int64)
@@ -101,6 +104,9 @@ if triton is not None:
         lane = tl.arange(0, HALF_BLOCK)[None, :]
         inside, is_q, is_value = lane < HALF, head < H, head >= H + K
         exists = inside & (head < H + 2 * K)
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()  # pyright: ignore[reportAttributeAccessIssue]
+            tl.extra.cuda.gdc_wait()  # pyright: ignore[reportAttributeAccessIssue]
         source = heads + token * heads_stride + head * (2 * HALF) + lane
         left = tl.load(source, mask=exists, other=0)
         right = tl.load(source + HALF, mask=exists, other=0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
+from minisgl.attention import triton
 from minisgl.engine import Engine
 from minisgl.generation import NEUTRAL
 from minisgl.request import Request
@@ -43,9 +44,12 @@ def test_graphs_of_every_batch_size_equal_eager_in_float32(qwen3):
     assert got[0] == got[1]
 
 
-@pytest.mark.parametrize("page_size", [1, 64], ids=["planned on the host", "without a plan"])
-def test_log_probabilities_of_graphs_are_those_of_eager_in_bfloat16(qwen3, page_size):
+@pytest.mark.parametrize(
+    ("page_size", "few_rows"), [(1, 32), (64, 32), (64, 1)], ids=["planned on the host", "XQA", "our kernel"]
+)
+def test_log_probabilities_of_graphs_are_those_of_eager_in_bfloat16(qwen3, monkeypatch, page_size, few_rows):
     """Of the first token that a decode step draws; page size 1 runs FlashInfer's own decode kernel."""
+    monkeypatch.setattr(triton, "_FEW_ROWS", few_rows)
     params = replace(GREEDY, max_tokens=2, logprobs=20)
     folder = qwen3()
     seen = []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl.attention import choose, flash, flashinfer
+from minisgl.attention import choose, flash, flashinfer, triton
 from minisgl.attention.base import Shape
 from minisgl.bench import doctor, machine
 from minisgl.bench.machine import Gpu, Nvidia, Torch
@@ -42,26 +42,34 @@ def shape(capability=(9, 0), page_size=64, group=2, head_size=128, dtype=torch.b
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
 def test_auto_is_flashinfer_on_every_device_that_its_kernels_are_known_on(installed, capability):
     installed("flashinfer")
-    assert choose.automatic(shape(capability)) == ("flashinfer", None)
+    names, reason = choose.automatic(shape(capability))
+    assert names == ("flashinfer", "triton" if capability == (9, 0) else "flashinfer")
+    assert reason is None
+
+
+def test_auto_decodes_by_flashinfer_what_our_kernel_does_not_take(installed):
+    installed("flashinfer")
+    assert choose.automatic(shape(head_size=256)) == (("flashinfer", "flashinfer"), None)
+    assert choose.automatic(shape(page_size=1)) == (("flashinfer", "flashinfer"), None)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 7), (11, 0), (9, 1), (13, 0)])
 def test_auto_is_the_reference_on_any_other_device_and_says_so(installed, capability):
     installed("flashinfer")
-    name, reason = choose.automatic(shape(capability))
-    assert name == "reference"
+    names, reason = choose.automatic(shape(capability))
+    assert names == ("reference", "reference")
     assert reason == "no kernels are known to run on compute capability {}.{}".format(*capability)
 
 
 def test_auto_is_the_reference_on_a_cpu_and_nothing_is_missing(installed):
     installed()
-    assert choose.automatic(shape(None)) == ("reference", None)
+    assert choose.automatic(shape(None)) == (("reference", "reference"), None)
 
 
 def test_auto_names_the_package_that_is_missing(installed):
     installed()
-    name, reason = choose.automatic(shape())
-    assert name == "reference"
+    names, reason = choose.automatic(shape())
+    assert names == ("reference", "reference")
     assert reason is not None and "pip install 'minisgl[cuda]'" in reason
 
 
@@ -98,6 +106,15 @@ def test_xqa_runs_where_its_kernels_exist(fields, expected):
         ("flash", "prefill", {"capability": (8, 0)}, "flash-attn 4"),
         ("flash", "prefill", {"head_size": 80}, "heads of 64, 96 and 128"),
         ("flash", "decode", {}, "name another backend for decode"),
+        ("triton", "prefill", {}, "name another backend for prefill"),
+        ("triton", "decode", {}, None),
+        ("triton", "decode", {"capability": (12, 0), "group": 17, "page_size": 128}, None),
+        ("triton", "decode", {"capability": (7, 5)}, "8.0 and later"),
+        ("triton", "decode", {"capability": None}, "not on a CPU"),
+        ("triton", "decode", {"dtype": torch.float32}, "bfloat16 and float16"),
+        ("triton", "decode", {"head_size": 256}, "heads of 64 and 128"),
+        ("triton", "decode", {"page_size": 8}, "not 8"),
+        ("triton", "decode", {"page_size": 48}, "not 48"),
         ("reference", "prefill", {"dtype": torch.float32, "head_size": 7, "capability": None}, None),
         ("reference", "decode", {"dtype": torch.float32, "head_size": 7, "capability": None}, None),
     ],
@@ -106,6 +123,11 @@ def test_a_backend_says_what_it_cannot_do(installed, name, phase, fields, reason
     installed("flashinfer", "flash-attn-4")
     said = choose.why_not(name, shape(**fields), phase)
     assert (said is None) if reason is None else (reason in str(said))
+
+
+def test_our_kernel_needs_triton(monkeypatch):
+    monkeypatch.setattr(triton, "triton", None)
+    assert "triton is not installed" in str(choose.why_not("triton", shape(), "decode"))
 
 
 def test_flash_attn_2_takes_large_pages_and_older_devices(installed):
@@ -120,6 +142,7 @@ def test_flash_attn_2_takes_large_pages_and_older_devices(installed):
         ("auto", ("auto", "auto")),
         ("reference", ("reference", "reference")),
         ("flash", ("flash", "auto")),
+        ("triton", ("auto", "triton")),
         ("flash, flashinfer", ("flash", "flashinfer")),
         ("reference,auto", ("reference", "auto")),
     ],
@@ -186,6 +209,6 @@ def test_the_doctor_who_imports_no_torch_says_the_same(installed, monkeypatch, p
         gpu = Gpu(name="a GPU", memory_bytes=1, free_bytes=1, capability="{}.{}".format(*capability))
         (finding,) = doctor.attention(Nvidia(driver="580", cuda="13.0", gpus=[gpu]), torch_here)
         here = shape(capability, page_size=256)
-        assert re.match(r"auto takes (\w+)", finding.text)[1] == choose.automatic(here)[0], capability
+        assert re.match(r"auto takes (\w+)", finding.text)[1] == choose.automatic(here)[0][0], capability
         usable = {name for name in ("flashinfer", "flash") if not choose.why_not(name, here, "prefill")}
         assert set(re.findall(r"(\w+)(?: \(prefill\))? by ", finding.text)) == usable, capability

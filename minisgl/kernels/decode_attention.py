@@ -1,0 +1,207 @@
+"""Attention of one new token a row to all that its request has, over paged keys and values.
+
+What it costs is reading the cache. Split over a fixed number of programs, the tiles of all rows and key heads are read
+in equal shares, whatever the rows' lengths are; where a share begins or ends within a row, the last program to finish
+there joins the parts (stream-K, Osama et al., arXiv:2301.03598; the parts' softmax as in Milakov & Gimelshein,
+arXiv:1805.02867). Of a row's last page no more is read than there are tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from minisgl.kernels.compiler import dependent_launch, power_of_two, tl, triton
+
+_PROGRAMS = 3  # a processor: so many fit beside each other, with a tile of 64 keys and values each
+_TILE = 64  # tokens
+_REGISTERS = 168  # a thread: what lets so many programs fit
+_ROWS = 256  # whose lengths are looked at together
+_LEAST_GROUP = 16  # rows of a matrix product
+_LOG2_E = 1.4426950408889634
+
+
+class DecodeAttention:
+    """The kernel with its memory for shares and parts, which calls in turn on one stream share."""
+
+    def __init__(self, rows: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device) -> None:
+        """For up to `rows` rows a call."""
+        self._num_kv_heads = num_kv_heads
+        self._programs = _PROGRAMS * _processors(device)
+        group = max(power_of_two(num_heads // num_kv_heads), _LEAST_GROUP)
+        self._shares = torch.empty(self._programs + 1, 2, dtype=torch.int64, device=device)
+        parts = 2 * self._programs, group  # a program has two at most: where its share begins, and where it ends
+        self._sums = torch.empty(*parts, head_size, device=device)
+        self._scales = torch.empty(*parts, 2, device=device)  # largest score, and sum of exponentials
+        self._done = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)  # programs; 0 between calls
+
+    def plan(self, lengths: Tensor, page_size: int) -> None:
+        """Share the rows' tiles out, once a step, on the device: `lengths` int32 [B], each at least 1."""
+        _share_kernel[(self._programs,)](
+            lengths, len(lengths), self._num_kv_heads, self._shares,
+            min(_TILE, page_size), _ROWS,  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, out: Tensor
+    ) -> Tensor:
+        """`decode_attention_reference` in one kernel, in bfloat16 or float16; `lengths` are those of the plan."""
+        rows, num_heads, head_size = q.shape
+        _, page_size, num_kv_heads, _ = keys.shape
+        page_stride, entry_stride, head_stride, _ = keys.stride()
+        assert keys.stride() == values.stride() and keys.stride(3) == 1
+        assert q[0].is_contiguous() and out.is_contiguous() and rows * num_kv_heads <= len(self._done)
+        pdl, options = dependent_launch(q.device)
+        _decode_attention_kernel[(self._programs,)](
+            q, q.stride(0), keys, values, page_stride, entry_stride, head_stride,
+            tables, tables.stride(0), lengths, self._shares, out, self._sums, self._scales, self._done, scale * _LOG2_E,
+            num_kv_heads, num_heads // num_kv_heads,
+            self._sums.shape[1], head_size,  # pyright: ignore[reportArgumentType]
+            min(_TILE, page_size), page_size, pdl,  # pyright: ignore[reportArgumentType]
+            num_warps=4, maxnreg=_REGISTERS, **options,  # pyright: ignore[reportCallIssue]
+        )  # fmt: skip
+        return out
+
+
+def decode_attention_reference(
+    q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
+    """Queries [B, H, D] over the cache by page, keys and values [pages, page_size, K, D]: [B, H, D].
+
+    Row b has `lengths[b]` tokens (at least 1, int32), in the pages that `tables[b]` [B, W] int32 lists in order.
+    """
+    group = q.shape[1] // keys.shape[2]
+    out = torch.empty_like(q)
+    for row, length in enumerate(lengths.tolist()):
+        k, v = (c[tables[row].long()].flatten(0, 1)[:length].float() for c in (keys, values))  # [N, K, D]
+        heads = q[row].float().unflatten(0, (-1, group))  # [K, G, D]
+        weights = torch.softmax(scale * torch.einsum("kgd,nkd->kgn", heads, k), dim=-1)
+        out[row] = torch.einsum("kgn,nkd->kgd", weights, v).flatten(0, 1).to(out.dtype)
+    return out
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 5
+
+
+if triton is not None:
+
+    @triton.jit
+    def _count_tiles(lengths, first, rows, TILE: tl.constexpr, ROWS: tl.constexpr):
+        """Tiles of a block of rows, for one key head; [ROWS] int64, 0 where there is no row."""
+        at = first + tl.arange(0, ROWS)
+        return ((tl.load(lengths + at, mask=at < rows, other=0) + TILE - 1) // TILE).to(tl.int64)
+
+    @triton.jit
+    def _join(top, total, sums, other_top, other_total, other_sums):
+        """Two parts of a softmax as one: largest score [G], sum of exponentials [G], weighted values [G, D]."""
+        joined = tl.maximum(top, other_top)
+        ours, theirs = tl.exp2(top - joined), tl.exp2(other_top - joined)
+        return joined, total * ours + other_total * theirs, sums * ours[:, None] + other_sums * theirs[:, None]
+
+    @triton.jit(do_not_specialize=["rows", "K"])
+    def _share_kernel(lengths, rows, K, shares, TILE: tl.constexpr, ROWS: tl.constexpr):
+        """Where a program's share begins: the row, and the row's first tile; behind all, how many tiles there are."""
+        program = tl.program_id(0).to(tl.int64)
+        total_tiles = tl.zeros((), tl.int64)
+        block = 0
+        while block < rows:
+            total_tiles += tl.sum(_count_tiles(lengths, block, rows, TILE, ROWS), axis=0) * K
+            block += ROWS
+        programs = tl.minimum(tl.num_programs(0), total_tiles)  # that have a share, each of at least one tile
+        begin = total_tiles * program // programs
+        row = tl.zeros((), tl.int64)  # that holds the tile `begin`
+        row_begin = tl.zeros((), tl.int64)  # its first tile
+        block_begin = tl.zeros((), tl.int64)
+        block = 0
+        while block < rows:
+            tiles = _count_tiles(lengths, block, rows, TILE, ROWS)
+            before = block_begin + tl.cumsum(tiles, axis=0) * K <= begin
+            row += tl.sum((before & (tiles > 0)).to(tl.int64), axis=0)
+            row_begin += tl.sum(tl.where(before, tiles, 0), axis=0) * K
+            block_begin += tl.sum(tiles, axis=0) * K
+            block += ROWS
+        tl.store(shares + 2 * program, row)
+        tl.store(shares + 2 * program + 1, row_begin)
+        if program == 0:
+            tl.store(shares + 2 * tl.num_programs(0), total_tiles)
+
+    @triton.jit(do_not_specialize=["K", "G"])
+    def _decode_attention_kernel(
+        q, q_stride, keys, values, page_stride, entry_stride, head_stride, tables, table_stride, lengths, shares,
+        out, part_sums, part_scales, done, scale, K, G,
+        GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
+    ):  # fmt: skip
+        """A share of all tiles per program; they count by row, then key head, then place."""
+        program = tl.program_id(0).to(tl.int64)
+        total_tiles = tl.load(shares + 2 * tl.num_programs(0))
+        row, row_begin = tl.load(shares + 2 * program), tl.load(shares + 2 * program + 1)
+        programs = tl.minimum(tl.num_programs(0), total_tiles)  # that have a share, each of at least one tile
+        begin = tl.minimum(total_tiles * program // programs, total_tiles)
+        end = tl.minimum(total_tiles * (program + 1) // programs, total_tiles)
+        if PDL:
+            tl.extra.cuda.gdc_wait()  # pyright: ignore[reportAttributeAccessIssue]
+
+        query, lane, token = tl.arange(0, GROUP)[:, None], tl.arange(0, D)[None, :], tl.arange(0, TILE)
+        exists = query < G
+        while begin < end:
+            length = tl.load(lengths + row)
+            count = (length + TILE - 1) // TILE
+            head = (begin - row_begin) // count
+            head_begin = row_begin + head * count
+            first = (begin - head_begin).to(tl.int32)
+            stop = tl.minimum(count, first + end - begin).to(tl.int32)
+            at_query = (head * G + query) * D + lane
+            heads = tl.load(q + row * q_stride + at_query, mask=exists, other=0)  # [G, D]
+            source = head * head_stride + token[:, None] * entry_stride + lane
+            top = tl.full((GROUP,), -1e30, tl.float32)
+            total = tl.zeros((GROUP,), tl.float32)
+            sums = tl.zeros((GROUP, D), tl.float32)
+            for tile in tl.range(first, stop, num_stages=2):
+                page = tl.load(tables + row * table_stride + tile * TILE // PAGE_SIZE).to(tl.int64)
+                place = source + page * page_stride + tile * TILE % PAGE_SIZE * entry_stride
+                live = token < length - tile * TILE
+                k = tl.load(keys + place, mask=live[:, None], other=0)
+                v = tl.load(values + place, mask=live[:, None], other=0)
+                scores = tl.where(live[None, :], tl.dot(heads, tl.trans(k)) * scale, -1e30)  # [G, tile]
+                new_top = tl.maximum(top, tl.max(scores, axis=1))
+                weights = tl.exp2(scores - new_top[:, None])
+                shrink = tl.exp2(top - new_top)
+                total = total * shrink + tl.sum(weights, axis=1)
+                sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None])
+                top = new_top
+
+            target = out + row * (K * G * D) + at_query
+            if stop - first == count:
+                tl.store(target, (sums / total[:, None]).to(out.dtype.element_ty), mask=exists)
+            else:
+                part = (2 * program + (first == 0)) * GROUP
+                tl.store(part_sums + (part + query) * D + lane, sums, mask=exists)
+                of_query = (part + tl.arange(0, GROUP)) * 2
+                tl.store(part_scales + of_query, top)
+                tl.store(part_scales + of_query + 1, total)
+                # The programs whose shares hold its first tile and its last.
+                from_program = ((head_begin + 1) * programs - 1) // total_tiles
+                to_program = ((head_begin + count) * programs - 1) // total_tiles
+                tl.debug_barrier()  # every thread's part is written before the program says so
+                others = tl.atomic_add(done + row * K + head, 1, sem="acq_rel")
+                if others == to_program - from_program:
+                    tl.debug_barrier()
+                    top = tl.full((GROUP,), -1e30, tl.float32)
+                    total = tl.zeros((GROUP,), tl.float32)
+                    sums = tl.zeros((GROUP, D), tl.float32)
+                    other = from_program
+                    while other <= to_program:
+                        part = (2 * other + (other == from_program)) * GROUP
+                        of_query = (part + tl.arange(0, GROUP)) * 2
+                        top, total, sums = _join(
+                            top, total, sums,
+                            tl.load(part_scales + of_query, volatile=True),
+                            tl.load(part_scales + of_query + 1, volatile=True),
+                            tl.load(part_sums + (part + query) * D + lane, mask=exists, other=0, volatile=True),
+                        )  # fmt: skip
+                        other += 1
+                    tl.store(target, (sums / total[:, None]).to(out.dtype.element_ty), mask=exists)
+                    tl.store(done + row * K + head, 0)
+            begin += stop - first
+            if begin == row_begin + K * count:
+                row_begin = begin
+                row += 1

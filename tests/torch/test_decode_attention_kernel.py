@@ -1,0 +1,96 @@
+"""The kernel that decodes many rows, against its reference: interpreted on a CPU, compiled on a GPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl.kernels.decode_attention import DecodeAttention, decode_attention_reference
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # the interpreter cuts off what bfloat16 can't hold
+
+
+class Rows:
+    """Queries, scattered pages of keys and values, and a kernel for them."""
+
+    def __init__(self, lengths, page_size=16, num_kv_heads=2, group=2, head_size=64, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape):
+            return torch.randn(*shape, generator=generator).to(DTYPE).to(DEVICE)
+
+        counts = [-(-length // page_size) for length in lengths]
+        order = torch.randperm(sum(counts) + 2, generator=generator).int()
+        self.tables = order[torch.randint(len(order), (len(lengths), max(counts) + 2), generator=generator)]
+        for row, own in enumerate(order.split([*counts, 2])[:-1]):
+            self.tables[row, : len(own)] = own
+        self.tables = self.tables.to(DEVICE)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        self.keys, self.values = (random(len(order), page_size, num_kv_heads, head_size) for _ in range(2))
+        self.q = random(len(lengths), num_kv_heads * group, head_size)
+        self.kernel = DecodeAttention(len(lengths) + 3, num_kv_heads * group, num_kv_heads, head_size, DEVICE)
+
+    def attend(self):
+        self.kernel.plan(self.lengths, self.keys.shape[1])
+        inputs = self.q, self.keys, self.values, self.tables, self.lengths, 0.125
+        return self.kernel(*inputs, torch.full_like(self.q, torch.nan))
+
+    def check(self):
+        got = self.attend()
+        expected = decode_attention_reference(self.q, self.keys, self.values, self.tables, self.lengths, 0.125)
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[DTYPE]
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+        assert torch.equal(got, self.attend())  # whatever finished first, and nothing is left over for the next call
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=7), st.sampled_from([16, 32, 64]), st.integers(0, 9))
+def test_it_is_the_reference(lengths, page_size, seed):
+    Rows(lengths, page_size, seed=seed).check()
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 8, 17])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_every_shape(group, head_size):
+    Rows([70, 1, 33], num_kv_heads=1, group=group, head_size=head_size).check()
+
+
+def test_pages_larger_than_a_tile():
+    Rows([300, 128, 129], page_size=128).check()
+
+
+def test_one_row_is_shared_by_all_programs_and_many_rows_by_each():
+    Rows([900]).check()
+    Rows([1] * 40).check()
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 33, 60, 150])
+def test_fewer_tiles_than_programs(length):
+    Rows([length], num_kv_heads=1).check()
+
+
+def test_more_rows_than_are_looked_at_together():
+    Rows([1 + row % 5 for row in range(520)], num_kv_heads=1, group=1).check()
+
+
+def test_what_lies_beyond_a_row_does_not_reach_it():
+    rows = Rows([70, 100, 16])
+    before = rows.attend()
+    own = torch.zeros(rows.keys.shape[:2], dtype=torch.bool, device=DEVICE)
+    for row, length in enumerate(rows.lengths.tolist()):
+        at = torch.arange(length, device=DEVICE)
+        own[rows.tables[row, at // 16].long(), at % 16] = True
+    rows.keys[~own] = rows.values[~own] = torch.nan
+    assert torch.equal(before, rows.attend())
+
+
+def test_queries_may_lie_in_a_larger_tensor():
+    rows = Rows([20, 40])
+    before = rows.attend()
+    wide = torch.zeros(2, 12, 64, dtype=DTYPE, device=DEVICE)
+    wide[:, 3:7] = rows.q
+    rows.q = wide[:, 3:7]
+    out = torch.empty_like(before)
+    rows.kernel(rows.q, rows.keys, rows.values, rows.tables, rows.lengths, 0.125, out)
+    assert torch.equal(before, out)
