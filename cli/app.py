@@ -13,12 +13,13 @@ from .doctor import doctor
 from .models import models
 from .options import command, unknown_variables
 from .run import run
+from .serve import serve
 
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,  # `main` reports errors
 )
-OF_OPTIONS = (run, bench)
+OF_OPTIONS = (run, serve, bench)
 """Commands whose options are fields of dataclasses."""
 for each in OF_OPTIONS:
     command(app)(each)

@@ -9,8 +9,8 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.console import Console
 
 from minisgl.config import SamplingParams
-from minisgl.server.batch import answer_rows
-from minisgl.server.batch_file import Results, open_results, read_lines, survey
+from minisgl.openai.batch import answer_rows
+from minisgl.openai.batch_file import Results, open_results, read_lines, survey
 
 from .terminal import Meter, say
 

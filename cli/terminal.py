@@ -27,19 +27,24 @@ class LogConfig:
     """Logs"""
 
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Doc("Least severe message to show on stderr; debug adds tracebacks, and so does MINISGL_DEBUG=1."),
-    ] = "warning"
+        Literal["debug", "info", "warning", "error"] | None,
+        Doc(
+            "Least severe message to show on stderr; debug adds tracebacks, and so does MINISGL_DEBUG=1; default: "
+            "warning, of a server info."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check_types(self)
 
 
-def start_logging(console: Console, logs: LogConfig) -> None:
-    """Show the logs of minisgl from `log_level` on, and what other libraries warn of."""
+def start_logging(console: Console, logs: LogConfig, unset: str = "warning") -> str:
+    """Show the logs of minisgl from `log_level` on, and what other libraries warn of; returns that level."""
+    level = logs.log_level or unset
     handler = RichHandler(console=console, show_path=False, omit_repeated_times=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
-    logging.getLogger("minisgl").setLevel(logs.log_level.upper())
+    logging.getLogger("minisgl").setLevel(level.upper())
+    return level
 
 
 def say(console: Console, line: str) -> None:

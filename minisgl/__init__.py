@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minisgl.config import EngineConfig, SamplingParams
     from minisgl.llm import LLM
+    from minisgl.server.client import EngineClient
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineClient", "EngineConfig", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    homes = {"LLM": "minisgl.llm", "EngineConfig": "minisgl.config", "SamplingParams": "minisgl.config"}
+    homes = {
+        "LLM": "minisgl.llm",
+        "EngineClient": "minisgl.server.client",
+        "EngineConfig": "minisgl.config",
+        "SamplingParams": "minisgl.config",
+    }
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(homes[name]), name)

@@ -73,14 +73,18 @@ class Engine:
                 self.scheduler.launched(batch)
             if len(self._results) > (self._depth if batch is not None else 0):
                 return self.scheduler.commit(self._results.popleft().wait())
+            ended = self.scheduler.take_ended()
+            assert batch is not None or ended or not self.scheduler.queue, "requests wait, and nothing can run"
         except BaseException:
             self._results.clear()
             self.scheduler.fail_all()
             raise
-        ended = self.scheduler.take_ended()
-        assert batch is not None or ended or not self.scheduler.queue, "requests wait, and nothing can run"
         nobody = np.empty(0, np.int64)
         return Committed(nobody, NO_TOKENS, ended, nobody, None, [])
+
+    def flush_cache(self) -> bool:
+        """Drop every cached page that no running request holds; whether that was all of them."""
+        return self.scheduler.flush_cache()
 
     def stats(self) -> Stats:
         """Counts at this moment."""

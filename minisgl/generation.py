@@ -155,28 +155,29 @@ class Generation:
 
     def __init__(self, tokenizer: Tokenizer | None, prompt: str | None, requests: list[Request], stream: bool) -> None:
         self.requests = requests
+        self.request_id = requests[0].key
+        self.prompt = prompt
+        """The text, where it was one."""
         self.output: RequestOutput | None = None
         self.ended: list[Generation] | None = None
         """Where it puts itself when its output is there."""
         self.pieces: deque[Piece] = deque()
-        self._tokenizer, self._prompt, self._stream = tokenizer, prompt, stream
+        """What has come and nobody has taken yet, where it is to stream."""
+        self.prompt_logprobs: list[TokenLogprob | None] = [None] * len(requests[0].prompt)
+        """Of the prompt's tokens, as far as they have come."""
+        self._tokenizer, self._stream = tokenizer, stream
         stops = requests[0].sampling.texts("stop")
         reads = stream or bool(stops)  # else text is made at the end, in one go
         self._answers = {r.key: Answer(r, i, self._decoder() if reads else None) for i, r in enumerate(requests)}
-        self._prompt_logprobs: list[TokenLogprob | None] = [None] * len(requests[0].prompt)
         self._first_token_s: float | None = None
         self._last_token_s = 0.0
-
-    @property
-    def request_id(self) -> int:
-        return self.requests[0].key
 
     def _decoder(self) -> StreamDecoder | None:
         """A text prompt is continued, with the space before the next word; what follows token ids begins a text."""
         if self._tokenizer is None:
             return None
         params = self.requests[0].sampling
-        tail = [] if self._prompt is None else self.requests[0].prompt[-TAIL:].tolist()
+        tail = [] if self.prompt is None else self.requests[0].prompt[-TAIL:].tolist()
         return StreamDecoder(
             self._tokenizer,
             params.texts("stop"),
@@ -198,7 +199,10 @@ class Generation:
             matched = answer.decoder.matched
             answer.text.append(text)
         if self._stream:
-            self.pieces.append(Piece(request_id=self.request_id, index=answer.index, text=text, token_ids=[token]))
+            scored = answer.logprobs[-1:] if answer.request.sampling.logprobs is not None else None
+            self.pieces.append(
+                Piece(request_id=self.request_id, index=answer.index, text=text, token_ids=[token], logprobs=scored)
+            )
         return None if matched is None else answer.request
 
     def take_logprobs(self, key: int, token: int, logprobs: Logprobs, row: int) -> None:
@@ -212,7 +216,7 @@ class Generation:
         count = request.sampling.prompt_logprobs or 0
         for row in range(len(logprobs.chosen)):
             token = int(request.prompt[first + row])
-            self._prompt_logprobs[first + row] = _token_logprob(token, logprobs, row, count)
+            self.prompt_logprobs[first + row] = _token_logprob(token, logprobs, row, count)
 
     def end(self, key: int, now_s: float) -> None:
         """Note that a request has ended; the last one makes the output."""
@@ -246,7 +250,14 @@ class Generation:
             self._complete(done, now_s)
         if self._stream:
             self.pieces.append(
-                Piece(request_id=self.request_id, index=answer.index, text=rest, token_ids=[], output=self.output)
+                Piece(
+                    request_id=self.request_id,
+                    index=answer.index,
+                    text=rest,
+                    token_ids=[],
+                    completion=answer.completion,
+                    output=self.output,
+                )
             )
 
     def _complete(self, completions: list[Completion], now_s: float) -> None:
@@ -257,9 +268,9 @@ class Generation:
         asked = request.sampling.prompt_logprobs is not None
         self.output = RequestOutput(
             request_id=self.request_id,
-            prompt=self._prompt,
+            prompt=self.prompt,
             prompt_token_ids=request.prompt.tolist(),
-            prompt_logprobs=self._prompt_logprobs if asked else None,
+            prompt_logprobs=self.prompt_logprobs if asked else None,
             cached_tokens=request.cached_tokens or 0,
             outputs=completions,
             timing=Timing(

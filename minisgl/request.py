@@ -34,6 +34,7 @@ class Request:
     output: Int32 = field(default_factory=lambda: NO_TOKENS)
     slot: int = -1  # row of the device's tables; -1: none
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache at first admission
+    admitted_s: float | None = None  # when that was
     finish_reason: FinishReason | None = None
     retractions: int = 0
     passed_over: int = 0  # times that a later request was admitted while this one was the first to wait
@@ -62,6 +63,10 @@ class Request:
         return len(self.prompt) + len(self.output)
 
 
+class PromptTooLong(ValueError):
+    """A prompt that leaves no room for an answer in the context."""
+
+
 def context_limit(model_len: int, num_pages: int, page_size: int) -> int:
     """The longest request in tokens, prompt and answer together: what the model allows and the KV pool holds."""
     return min(model_len, num_pages * page_size)
@@ -72,7 +77,7 @@ def room_for(prompt_len: int, max_tokens: int | None, context: int) -> int:
     if prompt_len < 1:
         raise ValueError("the prompt has no tokens")
     if prompt_len >= context:
-        raise ValueError(
+        raise PromptTooLong(
             f"the prompt has {prompt_len} tokens; the context holds {context}, and at least one must be left for "
             f"the answer: shorten the prompt to {context - 1}, or raise --max-model-len or --num-pages where they "
             "are what limits it"

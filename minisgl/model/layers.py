@@ -97,8 +97,11 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """A [out, in] weight in oneDNN's layout for few rows; only `packed_linear` can read it."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    """A [out, in] weight in oneDNN's layout for few rows; only `packed_linear` can read it.
+
+    Asked for a single row, oneDNN takes blocks of 64 outputs instead of 32: too few to share evenly between cores.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight, 16)
 
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

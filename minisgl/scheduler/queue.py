@@ -13,6 +13,9 @@ WINDOW = 16
 PATIENCE = 32
 """`lpm` lets a request be passed over this often before it goes first."""
 
+Entry = tuple[float, float, int, Request]
+"""Rank, arrival and key: of several clients' requests, keys alone do not tell who came first."""
+
 
 class WaitingQueue:
     """Requests that hold no slot. A retracted one goes to the front (under priority: to its old place).
@@ -23,30 +26,30 @@ class WaitingQueue:
     def __init__(self, policy: SchedulePolicy, match_length: Callable[[Int32], int]) -> None:
         self._policy: SchedulePolicy = policy
         self._match_length = match_length
-        self._heap: list[tuple[float, int, Request]] = []
+        self._heap: list[Entry] = []
         self._members: set[Request] = set()
 
     def __len__(self) -> int:
         return len(self._members)
 
     def push(self, request: Request) -> None:
-        """Add a request; under fcfs and lpm, keys are in order of arrival."""
+        """Add a request; those that arrived at once go by their keys."""
         self._members.add(request)
-        heapq.heappush(self._heap, (self._rank(request), request.key, request))
+        heapq.heappush(self._heap, (self._rank(request), request.arrival_s, request.key, request))
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
         self._members.discard(request)
         if len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [entry for entry in self._heap if entry[2] in self._members]
+            self._heap = [entry for entry in self._heap if entry[-1] in self._members]
             heapq.heapify(self._heap)
 
     def select(self) -> Request | None:
         """The request to admit next; it stays in the queue until it is removed."""
         if self._policy != "lpm":
-            while self._heap and self._heap[0][2] not in self._members:
+            while self._heap and self._heap[0][-1] not in self._members:
                 heapq.heappop(self._heap)
-            return self._heap[0][2] if self._heap else None
+            return self._heap[0][-1] if self._heap else None
         window = self._front(WINDOW)
         if not window:
             return None
@@ -72,11 +75,11 @@ class WaitingQueue:
         return 0.0 if request.retractions else 1.0
 
     def _front(self, count: int) -> list[Request]:
-        entries: list[tuple[float, int, Request]] = []
+        entries: list[Entry] = []
         while self._heap and len(entries) < count:
             entry = heapq.heappop(self._heap)
-            if entry[2] in self._members:
+            if entry[-1] in self._members:
                 entries.append(entry)
         for entry in entries:
             heapq.heappush(self._heap, entry)
-        return [request for _, _, request in entries]
+        return [entry[-1] for entry in entries]

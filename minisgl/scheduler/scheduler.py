@@ -1,5 +1,6 @@
 """Scheduler: admission, chunked prefill, retraction, and the bookkeeping of what a step brought."""
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ NO_WRITES.flags.writeable = False
 class PrefixCache(Protocol):
     """Pages of earlier tokens, found by the tokens: `RadixCache`, or `NoCache`."""
 
+    cached: int
     evictable: int
 
     def match_length(self, tokens: Int32) -> int: ...
@@ -237,6 +239,11 @@ class Scheduler:
             request.slot = -1
         self._start_over()
 
+    def flush_cache(self) -> bool:
+        """Drop every cached page that no request holds; whether that was all of them."""
+        self.pool.give(self.cache.evict(self.cache.evictable))
+        return self.cache.cached == 0
+
     def _release_followers(self, request: Request) -> None:
         """Queue the requests that waited for this one's prompt to be in the prefix cache."""
         for follower in request.followers:
@@ -262,7 +269,7 @@ class Scheduler:
         """Send the least important running request back to the queue; nothing may be in flight."""
         running = np.flatnonzero(self.slots.active).tolist()
         requests = [r for r in (self.slots.request[s] for s in running) if r is not None]
-        request = min(requests, key=lambda r: (r.priority, -r.key))
+        request = min(requests, key=lambda r: (r.priority, -r.arrival_s, -r.key))
         slot = request.slot
         request.output = self.slots.output(slot)
         request.retractions += 1
@@ -322,6 +329,7 @@ class Scheduler:
         self._prefilling[slot] = None
         if request.cached_tokens is None:
             request.cached_tokens = len(cached) * self.page_size
+            request.admitted_s = time.monotonic()
             self._prompt_tokens += len(known)
             self._hit_tokens += request.cached_tokens
         return slot

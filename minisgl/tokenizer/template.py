@@ -70,6 +70,11 @@ class ChatTemplate:
             raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
         return _left_open(text) if continue_final_message else text
 
+    def check(self) -> None:
+        """Raise ValueError for a template that is broken."""
+        for name in self._sources:
+            self._compiled(name)
+
     def _choose(self, tools: object) -> str:
         """The name of the template to use."""
         if tools is not None and "tool_use" in self._sources:

@@ -53,8 +53,11 @@ class Tokenizer:
         return tokenizer
 
     @classmethod
-    def find(cls, folder: Path) -> Self | None:
-        """Like `load`, but None where the folder has no tokenizer.json: prompts are token ids then."""
+    def find(cls, folder: Path, chat_template: str | None = None) -> Self | None:
+        """Like `load`, but None where the folder has no tokenizer.json: prompts are token ids then.
+
+        A `chat_template` takes the place of those in the folder.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             return None
@@ -65,7 +68,7 @@ class Tokenizer:
         config = _read_json(folder / "special_tokens_map.json") | {
             key: value for key, value in _read_json(folder / "tokenizer_config.json").items() if value is not None
         }
-        return cls(backend, config, _templates(folder, config))
+        return cls(backend, config, _templates(folder, config) if chat_template is None else {"default": chat_template})
 
     @functools.cached_property
     def vocab_size(self) -> int:

@@ -63,7 +63,7 @@ def test_log_probabilities_of_graphs_are_those_of_eager_in_bfloat16(qwen3, monke
         ours, theirs = graph.logprobs[1].top, eager.logprobs[1].top
         common = ours.keys() & theirs.keys()
         assert len(common) >= 15
-        assert max(abs(ours[t] - theirs[t]) for t in common) < 0.03
+        assert max(abs(ours[t] - theirs[t]) for t in common) < 0.04  # logits between 4 and 8 are rounded to 1 / 32
 
 
 def test_settings_change_nothing_in_float32(qwen3):

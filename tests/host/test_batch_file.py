@@ -18,8 +18,8 @@ from rich.console import Console
 
 from cli.batch import answer_file
 from minisgl.config import SamplingParams
-from minisgl.server.batch import answer_rows
-from minisgl.server.batch_file import read_lines, survey
+from minisgl.openai.batch import answer_rows
+from minisgl.openai.batch_file import read_lines, survey
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,6 +16,7 @@ from cli.options import command
 from cli.run import PromptConfig
 from cli.terminal import LogConfig
 from minisgl.config import EngineConfig, Flag, SamplingParams, check_types
+from minisgl.server.config import ServerConfig
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +33,11 @@ class Parsed:
     config: EngineConfig
     sampling: SamplingParams
     form: PromptConfig
+    server: ServerConfig
     logs: LogConfig
 
     def value_of(self, name: str) -> Any:
-        groups = (self.config, self.sampling, self.form, self.logs)
+        groups = (self.config, self.sampling, self.form, self.server, self.logs)
         value = next(getattr(group, name) for group in groups if hasattr(group, name))
         return list(value) if isinstance(value, tuple) else value
 
@@ -46,10 +48,15 @@ def parse(*arguments: str) -> Parsed:
 
     @command(app)
     def run(
-        words: list[str], config: EngineConfig, sampling: SamplingParams, form: PromptConfig, logs: LogConfig
+        words: list[str],
+        config: EngineConfig,
+        sampling: SamplingParams,
+        form: PromptConfig,
+        server: ServerConfig,
+        logs: LogConfig,
     ) -> None:
         """Answer."""
-        called.append(Parsed(words, config, sampling, form, logs))
+        called.append(Parsed(words, config, sampling, form, server, logs))
 
     app([*arguments, "word"], standalone_mode=False)
     return called[0]
@@ -111,6 +118,21 @@ VALUES: dict[str, Any] = {
     "json": True,
     "input": "in.jsonl",
     "output": "out.jsonl",
+    "host": "0.0.0.0",
+    "port": 0,
+    "frontends": 4,
+    "api_key": ["one", "two"],
+    "served_model_name": ["a", "b"],
+    "chat_template": "chat.jinja",
+    "default_chat_template_kwargs": '{"enable_thinking": false}',
+    "max_queued_requests": 10,
+    "request_timeout": 2.5,
+    "drain_timeout": 0.0,
+    "watchdog_timeout": 5.5,
+    "max_body_mb": 0.5,
+    "allowed_origins": ["*"],
+    "log_requests": True,
+    "log_interval": 0.0,
     "log_level": "debug",
 }
 """For every option a value that is not its default."""
@@ -134,7 +156,7 @@ def as_toml(value: Any) -> str:
 
 
 def test_the_table_of_values_has_every_option_once():
-    groups = (EngineConfig, SamplingParams, PromptConfig, LogConfig)
+    groups = (EngineConfig, SamplingParams, PromptConfig, ServerConfig, LogConfig)
     defaults = {f.name: f.default for group in groups for f in fields(group)}
     assert VALUES.keys() == defaults.keys()
     assert not [name for name in VALUES if VALUES[name] == defaults[name]]
@@ -162,7 +184,7 @@ def test_a_toml_key_sets_its_field(name: str, value: Any, tmp_path: Path):
 
 def test_what_nobody_sets_keeps_the_default_of_its_dataclass():
     parsed = parse()
-    assert parsed == Parsed(["word"], EngineConfig(), SamplingParams(), PromptConfig(), LogConfig())
+    assert parsed == Parsed(["word"], EngineConfig(), SamplingParams(), PromptConfig(), ServerConfig(), LogConfig())
     assert parsed.config.cuda_graph is None
     assert all(value is None for value in dataclasses.asdict(parsed.sampling).values())
 
@@ -256,7 +278,7 @@ def test_saying_the_same_twice_is_fine(flags: str, name: str, value: Any):
         ("--max-tokens 0", ["--max-tokens", "at least 1", "0"]),
         ("--max-tokens -1", ["--max-tokens", "at least 1", "-1"]),
         ("--stop-token-ids 1 --stop-token-ids x", ["--stop-token-ids", "list of whole numbers", "'x'"]),
-        ("--log-level loud", ["--log-level", "debug, info, warning or error", "'loud'"]),
+        ("--log-level loud", ["--log-level", "debug, info, warning, error", "'loud'"]),
         ("--raw --system hello", ["--system", "raw"]),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from annotated_doc import Doc
 
 from minisgl.config import EngineConfig, SamplingParams
+from minisgl.server.config import ServerConfig
 
 BOTH = pytest.mark.parametrize("group", [EngineConfig, SamplingParams])
 
@@ -171,3 +172,21 @@ def test_what_a_caller_does_to_its_lists_later_changes_nothing():
     for value in given.values():
         value.clear()
     assert (params.stop, params.bad_words, params.stop_token_ids, params.logit_bias) == (("a",), ("b",), (1,), {5: 1.0})
+
+
+def test_a_servers_lists_may_be_a_single_text():
+    config = ServerConfig(api_key="secret", served_model_name=["a", "b"])
+    assert (config.api_key, config.served_model_name, config.allowed_origins) == (("secret",), ("a", "b"), None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("port", 70_000, "port must be from 0 to 65535, got 70000"),
+        ("api_key", ["", "x"], "api_key must not be an empty text"),
+        ("watchdog_timeout", 1, "watchdog_timeout must be from 5 to 86400, got 1"),
+        ("request_timeout", 0, "request_timeout must be above 0 and at most 86400, got 0"),
+    ],
+)
+def test_a_servers_value_that_cannot_be_is_refused(field: str, value: Any, message: str):
+    assert refusal(ServerConfig, **{field: value}) == message

@@ -58,11 +58,16 @@ def test_the_readme_shows_commands():
     assert 'run "What is the capital of France?"'.replace('"', "'") in ALL_COMMANDS
 
 
+async def served(*_: object) -> int:
+    return 0
+
+
 @pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_the_real_parser_takes_a_documented_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # The documented files are there; nothing behind the parser runs.
-    for name, language in (("options.toml", "toml"), ("requests.jsonl", "jsonl")):
-        (text,) = blocks((ROOT / "README.md").read_text(), language)
+    files = (("README.md", "options.toml"), ("README.md", "requests.jsonl"), ("docs/serving.md", "serve.toml"))
+    for document, name in files:
+        (text,) = blocks((ROOT / document).read_text(), name.rpartition(".")[2])
         (tmp_path / name).write_text(text)
     (tmp_path / "bench_configs").symlink_to(ROOT / "bench_configs")
     monkeypatch.chdir(tmp_path)
@@ -75,6 +80,8 @@ def test_the_real_parser_takes_a_documented_command(command: str, tmp_path: Path
     monkeypatch.setattr("cli.run.start_logging", lambda *_: None)
     monkeypatch.setattr("cli.bench.measure", lambda *_: SimpleNamespace(show=lambda console: None, as_json=dict))
     monkeypatch.setattr("cli.bench.start_logging", lambda *_: None)
+    monkeypatch.setattr("minisgl.server.supervisor.Supervisor.run", served)
+    monkeypatch.setattr("cli.serve.start_logging", lambda *_, **__: "info")
     assert app(shlex.split(command), standalone_mode=False) in (None, 0)
 
 

@@ -9,10 +9,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 MAY_IMPORT: dict[str, set[str]] = {
-    "minisgl": {"llm", "config"},  # the public names
+    "minisgl": {"llm", "server", "config"},  # the public names
     "__main__": {"cli"},
-    "cli": {"minisgl", "llm", "results", "scheduler", "server", "bench", "source", "config"},
-    "server": {"llm", "results", "config"},
+    "cli": {"minisgl", "llm", "results", "scheduler", "server", "openai", "bench", "source", "config"},
+    "server": {
+        *("minisgl", "openai", "generation", "results", "scheduler", "request", "batch", "tokenizer", "source"),
+        "config",
+    },
+    "server.worker": {"build", "engine", "server", "generation", "scheduler", "request", "batch", "source", "config"},
+    "openai": {"llm", "generation", "results", "config"},
     "bench": {"minisgl", "llm", "source", "host", "config"},
     "llm": {"build", "engine", "scheduler", "generation", "results", "request", "tokenizer", "source", "config"},
     "generation": {"request", "results", "batch", "tokenizer", "config"},
@@ -25,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "batch": {"config"},
     "runtime": {"model", "attention", "kernels", "source", "batch", "host", "config"},
     "kernels": set(),
-    "attention": {"batch", "host", "config"},
+    "attention": {"kernels", "batch", "host", "config"},
     "model": {"attention", "kernels", "source", "batch", "config"},
     "source": {"config"},
     "tokenizer": set(),
@@ -35,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Each part, and what of minisgl it may import; itself it always may. A new part needs a row."""
 
 WITHOUT_TORCH = (
-    *("minisgl", "cli", "server", "bench", "generation", "results", "engine", "scheduler", "cache"),
+    *("minisgl", "cli", "server", "openai", "bench", "generation", "results", "engine", "scheduler", "cache"),
     *("request", "batch", "source", "tokenizer", "host", "config"),
 )
 
@@ -50,10 +55,12 @@ def modules() -> dict[str, Path]:
 
 
 def part_of(module: str) -> str:
-    """`minisgl.cache.radix` is of the part cache, `minisgl_cli.run` and `cli.run` of cli."""
+    """`minisgl.cache.radix` is of the part cache, `minisgl_cli.run` and `cli.run` of cli; a module may have a row."""
     first, *rest = module.split(".")
     if first in ("cli", "minisgl_cli"):
         return "cli"
+    if ".".join(rest) in MAY_IMPORT:
+        return ".".join(rest)
     return rest[0] if rest else first
 
 

@@ -1,5 +1,6 @@
 """Request bodies of OpenAI's API, and the bodies that answer them."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -9,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl.config import SamplingParams
-from minisgl.results import RequestOutput, TokenLogprob
-from minisgl.server.protocol import (
+from minisgl.openai.answers import build_response, error_body
+from minisgl.openai.protocol import (
     CHAT,
     COMPLETIONS,
     NEUTRAL,
@@ -19,10 +20,10 @@ from minisgl.server.protocol import (
     WITHOUT_EFFECT,
     ApiRequest,
     RequestError,
-    build_response,
-    error_body,
+    StreamOptions,
     parse_request,
 )
+from minisgl.results import RequestOutput, TokenLogprob
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -169,7 +170,7 @@ def test_options_of_the_template_reach_it():
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "response_format is not supported"),
         (CHAT, {"stream": True}, "stream", "stream is not supported"),
-        (COMPLETIONS, {"echo": True}, "echo", "echo is not supported"),
+        (CHAT, {"echo": True}, "echo", "echo is not supported"),
         (CHAT, {"model": "gpt-5"}, "model", "'gpt-5' is not loaded, but tiny"),
         (CHAT, {"model": 5}, "model", "5 is not loaded"),
         (CHAT, {"model": []}, "model", "[] is not loaded"),
@@ -204,6 +205,72 @@ def test_whatever_a_field_holds_it_is_taken_or_refused_in_one_line(route: str, b
     given = {"messages": HELLO} if route == CHAT else {"prompt": "Hello"}
     given |= body.draw(st.dictionaries(names, JSON, max_size=3))
     assert "\n" not in outcome(route, given)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_a_role_stays_what_it_is(role: str):
+    messages = [{"role": role, "content": "Hi", "name": "x"}]
+    assert parse_request(CHAT, {"messages": messages}, ["tiny"]).messages == messages
+
+
+def test_what_a_developer_says_is_a_system_message():
+    messages = [{"role": "developer", "content": "Be brief."}]
+    assert parse_request(CHAT, {"messages": messages}, ["tiny"]).messages == [messages[0] | {"role": "system"}]
+    assert messages[0]["role"] == "developer"
+
+
+@pytest.mark.parametrize(
+    ("fields", "stream"),
+    [
+        ({}, None),
+        ({"stream": False, "stream_options": {}}, None),
+        ({"stream": True}, StreamOptions()),
+        ({"stream": True, "stream_options": {"include_usage": True}}, StreamOptions(include_usage=True)),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True, "include_usage": None}},
+            StreamOptions(continuous_usage_stats=True),
+        ),
+        ({"stream": True, "stream_options": {"include_obfuscation": False}}, StreamOptions()),
+    ],
+)
+def test_only_a_server_has_streams(fields: dict[str, Any], stream: StreamOptions | None):
+    body = {"prompt": "Hello", **fields}
+    assert parse_request(COMPLETIONS, body, ["tiny"], streams=True).stream == stream
+    if stream is not None:
+        assert refusal(COMPLETIONS, **fields).code == "unsupported_parameter"
+
+
+def test_echo_scores_the_prompt_where_the_answer_is_scored():
+    assert complete(echo=True).sampling == SamplingParams()
+    assert complete(echo=True, logprobs=2).sampling == SamplingParams(logprobs=2, prompt_logprobs=2)
+    assert refusal(COMPLETIONS, echo=True, logprobs=2, prompt_logprobs=1).param == "prompt_logprobs"
+    assert complete(echo=True, prompt_logprobs=1).sampling.prompt_logprobs == 1
+
+
+def test_no_tokens_are_asked_for_with_echo_alone():
+    request = complete(echo=True, max_tokens=0)
+    assert (request.prompt_only, request.sampling.max_tokens) == (True, 1)
+    assert not complete(echo=True, max_tokens=1).prompt_only
+    for fields in ({"max_tokens": 0}, {"max_tokens": -1, "echo": True}, {"max_tokens": False, "echo": True}):
+        assert refusal(COMPLETIONS, **fields).param == "max_tokens"
+
+
+def test_a_batch_file_has_echo_too():
+    whole = answer(complete(echo=True, logprobs=0), scored_prompt())["choices"][0]
+    assert whole["text"] == "xyabc"
+    assert whole["logprobs"]["tokens"] == ["x", "y", "a", "b", "c"]
+    assert whole["logprobs"]["token_logprobs"] == [None, -0.25, -0.5, -0.5, -0.5]
+    assert "prompt_logprobs" not in whole
+    body = answer(complete(echo=True, max_tokens=0, return_token_ids=True), scored_prompt())
+    (only,) = body["choices"]
+    assert (only["text"], only["finish_reason"], only["token_ids"]) == ("xy", "length", [])
+    assert body["usage"]["completion_tokens"] == 0
+
+
+def scored_prompt() -> RequestOutput:
+    result = output("abc", prompt_token_ids=[ord("x"), ord("y")], logprobs=0)
+    scores = [None, TokenLogprob(token_id=ord("y"), logprob=-0.25, top={})]
+    return dataclasses.replace(result, prompt_logprobs=scores)
 
 
 @pytest.mark.parametrize("body", [None, "hi", [], 5])
@@ -302,6 +369,7 @@ def split_character() -> RequestOutput:
     tokens = [ord("a"), *(256 + byte for byte in "😀".encode()), ord("b")]
     scores = result.outputs[0].logprobs
     assert scores is not None
+    result.outputs[0].token_ids[:] = tokens
     scores[:] = [TokenLogprob(token_id=token, logprob=-1.0, top={token: -1.0}) for token in tokens]
     return result
 

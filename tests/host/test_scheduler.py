@@ -70,6 +70,8 @@ def test_random_operations_keep_every_count_and_every_token_right(data):
             engine.add(requests[-1])
         if requests and rng.random() < 0.1:
             engine.finish(rng.choice(requests), rng.choice(["abort", "stop"]))
+        if rng.random() < 0.05:
+            assert engine.flush_cache() == (not engine.scheduler.cache.cached) and not engine.stats().pages_cached
         ended += engine.step().ended
         engine.scheduler.check()
     ended += run(engine, [])

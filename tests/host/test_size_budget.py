@@ -12,6 +12,7 @@ BUDGET = {
     "core": 4500,
     "source and tokenizer": 1800,
     "server": 2000,
+    "openai": 800,
     "bench and profiling": 2200,
     "chat": 800,
     "cli": 800,

@@ -12,8 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from minisgl import LLM, SamplingParams
 from minisgl.generation import derived_seed
+from minisgl.openai.batch import answer_rows
 from minisgl.scheduler.scheduler import Demand
-from minisgl.server.batch import answer_rows
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .!?\n0123456789"
 

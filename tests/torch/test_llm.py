@@ -406,7 +406,7 @@ def test_close_is_idempotent_and_what_comes_after_says_so(tiny_model):
         ({"attention_backend": "flashinfer"}, "flashinfer cannot do prefill here: flashinfer"),
         ({"attention_backend": "flash"}, "flash cannot do prefill here: flash"),
         ({"attention_backend": "reference,flash"}, "flash is for prefill: name another backend for decode"),
-        ({"attention_backend": "triton"}, "'triton' is none of auto, reference, flashinfer, flash"),
+        ({"attention_backend": "xformers"}, "'xformers' is none of auto, reference, flashinfer, flash, triton"),
         ({"cuda_graph": True}, "the device is a CPU"),
     ],
 )

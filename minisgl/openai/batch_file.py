@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from minisgl.server.protocol import CHAT, COMPLETIONS, ROUTES, RequestError, error_body, new_id
+from minisgl.openai.answers import error_body, new_id
+from minisgl.openai.protocol import CHAT, COMPLETIONS, ROUTES, RequestError
 
 _ROW_BEGINS = b'{"id": "batch_req_'  # what tells a result that was cut off from a file that is not ours
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minisgl.config import SamplingParams
-from minisgl.server.batch_file import error_row, read_row, result_row
-from minisgl.server.protocol import ApiRequest, RequestError, TokenBytes, build_response, parse_request
+from minisgl.openai.answers import TokenBytes, build_response
+from minisgl.openai.batch_file import error_row, read_row, result_row
+from minisgl.openai.protocol import ApiRequest, RequestError, parse_request
 
 if TYPE_CHECKING:
     from minisgl.llm import LLM

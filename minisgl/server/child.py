@@ -1,0 +1,108 @@
+"""Both ends of the line between a process and the one that owns it: JSON lines on the child's stdin and stdout."""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+import msgspec
+
+from minisgl.server.messages import Control, Report
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LONGEST_LINE = 1 << 20
+END_S = 2.0
+"""How long a child may take to end when it is asked to."""
+
+Settings = TypeVar("Settings")
+
+
+class Owner:
+    """The process that started this one, as this one sees it. To be made first of all, before slow imports.
+
+    From then on Ctrl-C is the owner's business, the kernel kills this process when the owner's thread that started it
+    ends, and what anything prints to stdout goes to stderr, so that reports are all that the owner reads.
+    """
+
+    def __init__(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        owner = os.getppid()
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != owner:  # it ended before the kernel knew
+            os._exit(1)
+        self._reports = os.fdopen(os.dup(1), "wb", buffering=0)
+        os.dup2(2, 1)
+        # Unbuffered: a thread that waits inside a buffer of Python's own would hold its lock at exit, which aborts.
+        self._lines = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  as long as the process
+        self._lock = threading.Lock()
+
+    def settings(self, kind: type[Settings]) -> Settings:
+        """The first line: what this process is to be."""
+        return msgspec.json.decode(self._lines.readline(), type=kind)
+
+    def tell(self, report: Report) -> None:
+        """Send a line; an owner that has ended ends this process."""
+        try:
+            with self._lock:
+                self._reports.write(msgspec.json.encode(report) + b"\n")
+        except BrokenPipeError:
+            os._exit(1)
+
+    def listen(self, hear: Callable[[Control], None], lost: Callable[[], None]) -> None:
+        """From now on tell `hear` of each further line, and `lost` of their end; both in a thread of its own."""
+
+        def read() -> None:
+            for line in self._lines:
+                hear(msgspec.json.decode(line, type=Control))
+            lost()
+
+        threading.Thread(target=read, name="owner", daemon=True).start()
+
+
+async def start(module: str, settings: msgspec.Struct) -> asyncio.subprocess.Process:
+    """Start `python -m module` as a child and send it its settings.
+
+    It leads a session and process group: the terminal's Ctrl-C does not reach it, and it can be ended with all that it
+    started. What lies in the current folder is not what it imports.
+    """
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", module), stdin=pipe, stdout=pipe, limit=_LONGEST_LINE, start_new_session=True
+    )
+    send(process, settings)
+    return process
+
+
+def send(process: asyncio.subprocess.Process, line: msgspec.Struct) -> None:
+    """Send a child its settings or a `Control`; without effect on one that has ended."""
+    assert process.stdin is not None
+    if not process.stdin.is_closing():
+        process.stdin.write(msgspec.json.encode(line) + b"\n")
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Ask a child to end, and kill it if it takes too long."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), END_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+async def reports(process: asyncio.subprocess.Process) -> AsyncIterator[Report]:
+    """What a child reports, until it ends."""
+    assert process.stdout is not None
+    async for line in process.stdout:
+        yield msgspec.json.decode(line, type=Report)
+
+
+def how_it_ended(returncode: int) -> str:
+    """`exit code 1`, or `signal SIGKILL`."""
+    return f"exit code {returncode}" if returncode >= 0 else f"signal {signal.Signals(-returncode).name}"
