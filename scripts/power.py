@@ -1,4 +1,4 @@
-"""Print a GPU's clock and power once a second while a command runs.
+"""Run a command, and then print the GPU's clock and power in each second of it.
 
     python scripts/power.py COMMAND …
 
@@ -30,9 +30,10 @@ def main() -> None:
                 )
             )
             time.sleep(1)
-    print(f"power limit {limit_w:.0f} W, highest SM clock {top_mhz} MHz")
+    print(f"ended with {process.returncode}; power limit {limit_w:.0f} W, highest SM clock {top_mhz} MHz")
     for at_s, mhz, watts, capped in rows:
         print(f"{at_s:6.1f} s  {mhz:5} MHz  {watts:4.0f} W{'  held back' if capped else ''}")
+    sys.exit(process.returncode)
 
 
 if __name__ == "__main__":

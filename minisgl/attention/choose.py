@@ -35,7 +35,8 @@ def automatic(shape: Shape) -> tuple[tuple[str, str], str | None]:
         return ("reference", "reference"), f"no kernels are known to run on {shape.device}"
     if reason := flashinfer.supports(shape, "decode"):
         return ("reference", "reference"), reason
-    ours = shape.capability in _MEASURED and triton.supports(shape, "decode") is None
+    measured = shape.capability in _MEASURED and shape.page_size >= 64  # smaller pages make smaller tiles
+    ours = measured and triton.supports(shape, "decode") is None
     return ("flashinfer", "triton" if ours else "flashinfer"), None
 
 

@@ -9,7 +9,6 @@ from minisgl.kernels.compiler import triton
 from minisgl.kernels.decode_attention import DecodeAttention
 
 _FEW_ROWS = 32  # up to here XQA is as fast or faster
-_MOST_ROWS = 65_536  # that a user can ask for
 
 
 def supports(shape: Shape, phase: PhaseName) -> str | None:
@@ -41,16 +40,16 @@ class _Decode:
 
     def __init__(self, kv: KVCache, shape: Shape, scale: float, few: Phase | None) -> None:
         self._kv, self._scale, self._few = kv, scale, few
-        self._run = DecodeAttention(_MOST_ROWS, shape.num_heads, shape.num_kv_heads, shape.head_size, kv.memory.device)
+        self._run = DecodeAttention(shape.num_heads, shape.num_kv_heads, shape.head_size, kv.memory.device)
         self._tables = self._lengths = kv.memory.new_empty(0)
 
     def plan(self, step: Step) -> None:
         """Keep in view what the kernel reads."""
         n = step.batch.num_decode
-        self._tables, self._lengths = step.tables[:n], step.kv_len[:n]
         if self._few is not None and n <= _FEW_ROWS:
             self._few.plan(step)
         else:
+            self._tables, self._lengths = step.tables[:n], step.kv_len[:n]
             self._run.plan(self._lengths, self._kv.page_size)
 
     def forward(self, layer: int, q: Tensor, out: Tensor | None) -> Tensor:

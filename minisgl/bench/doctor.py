@@ -41,8 +41,11 @@ CAPABILITIES: Mapping[str, Container[int]] = {
 """Major compute capabilities that each runs on."""
 
 AUTO_CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0", "12.1")
-"""Where `auto` takes FlashInfer. This and the table above repeat minisgl.attention, which imports torch: a test says
-that they agree."""
+"""Where `auto` takes FlashInfer."""
+
+OUR_DECODE = ("9.0",)
+"""Where it takes our own kernel to decode. All three repeat minisgl.attention, which imports torch: a test says that
+they agree."""
 
 T = TypeVar("T")
 
@@ -180,7 +183,8 @@ def _attention_on(capability: str) -> Finding:
             missing.append(f"; for {backend}: {OPTIONAL[package]}")
     fast = capability in AUTO_CAPABILITIES and machine.installed("flashinfer-python")
     why = "which is slow on a GPU" if capability in AUTO_CAPABILITIES else "for it knows no kernels for this GPU"
-    choice = "flashinfer where it supports the model" if fast else f"reference, {why}"
+    ours = ", with triton to decode," if capability in OUR_DECODE and machine.installed("triton") else ""
+    choice = f"flashinfer{ours} where it supports the model" if fast else f"reference, {why}"
     text = f"auto takes {choice}; on capability {capability} can be used: {', '.join(usable)}{''.join(missing)}"
     return Finding("ok" if fast else "warn", "attention", text)
 

@@ -25,7 +25,8 @@ def power_of_two(size: int) -> int:
 def dependent_launch(device: torch.device) -> tuple[bool, dict[str, Any]]:
     """Whether kernels may start before the one that they wait for has ended, and what launches such a one.
 
-    A kernel so launched calls `gdc_wait` before it reads anything that another writes.
+    A kernel so launched calls `gdc_wait` before it reads what may not be complete yet: what the kernel ahead wrote, or
+    any before that, back to the last one that was launched without this.
     """
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return able, {"launch_pdl": True} if able else {}

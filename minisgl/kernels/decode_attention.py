@@ -22,8 +22,7 @@ _LOG2_E = 1.4426950408889634
 class DecodeAttention:
     """The kernel with its memory for shares and parts, which calls in turn on one stream share."""
 
-    def __init__(self, rows: int, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device) -> None:
-        """For up to `rows` rows a call."""
+    def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device) -> None:
         self._num_kv_heads = num_kv_heads
         self._programs = _PROGRAMS * _processors(device)
         group = max(power_of_two(num_heads // num_kv_heads), _LEAST_GROUP)
@@ -31,7 +30,8 @@ class DecodeAttention:
         parts = 2 * self._programs, group  # a program has two at most: where its share begins, and where it ends
         self._sums = torch.empty(*parts, head_size, device=device)
         self._scales = torch.empty(*parts, 2, device=device)  # largest score, and sum of exponentials
-        self._done = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)  # programs; 0 between calls
+        # How many parts of the one split head that begins in a program's share are there; 0 between calls.
+        self._done = torch.zeros(self._programs, dtype=torch.int32, device=device)
 
     def plan(self, lengths: Tensor, page_size: int) -> None:
         """Share the rows' tiles out, once a step, on the device: `lengths` int32 [B], each at least 1."""
@@ -44,11 +44,11 @@ class DecodeAttention:
         self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, out: Tensor
     ) -> Tensor:
         """`decode_attention_reference` in one kernel, in bfloat16 or float16; `lengths` are those of the plan."""
-        rows, num_heads, head_size = q.shape
+        _, num_heads, head_size = q.shape
         _, page_size, num_kv_heads, _ = keys.shape
         page_stride, entry_stride, head_stride, _ = keys.stride()
         assert keys.stride() == values.stride() and keys.stride(3) == 1
-        assert q[0].is_contiguous() and out.is_contiguous() and rows * num_kv_heads <= len(self._done)
+        assert q.stride(1) == head_size and q.stride(2) == 1 and out.is_contiguous()
         pdl, options = dependent_launch(q.device)
         _decode_attention_kernel[(self._programs,)](
             q, q.stride(0), keys, values, page_stride, entry_stride, head_stride,
@@ -79,7 +79,9 @@ def decode_attention_reference(
 
 
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 5
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 5
+    )  # any, for tests
 
 
 if triton is not None:
@@ -108,14 +110,14 @@ if triton is not None:
             block += ROWS
         programs = tl.minimum(tl.num_programs(0), total_tiles)  # that have a share, each of at least one tile
         begin = total_tiles * program // programs
-        row = tl.zeros((), tl.int64)  # that holds the tile `begin`
+        row = tl.zeros((), tl.int64)  # that holds the tile `begin`; beyond all where there is no share
         row_begin = tl.zeros((), tl.int64)  # its first tile
         block_begin = tl.zeros((), tl.int64)
         block = 0
         while block < rows:
             tiles = _count_tiles(lengths, block, rows, TILE, ROWS)
             before = block_begin + tl.cumsum(tiles, axis=0) * K <= begin
-            row += tl.sum((before & (tiles > 0)).to(tl.int64), axis=0)
+            row += tl.sum(before.to(tl.int64), axis=0)
             row_begin += tl.sum(tl.where(before, tiles, 0), axis=0) * K
             block_begin += tl.sum(tiles, axis=0) * K
             block += ROWS
@@ -124,7 +126,7 @@ if triton is not None:
         if program == 0:
             tl.store(shares + 2 * tl.num_programs(0), total_tiles)
 
-    @triton.jit(do_not_specialize=["K", "G"])
+    @triton.jit(do_not_specialize=["table_stride", "K", "G"])
     def _decode_attention_kernel(
         q, q_stride, keys, values, page_stride, entry_stride, head_stride, tables, table_stride, lengths, shares,
         out, part_sums, part_scales, done, scale, K, G,
@@ -132,10 +134,11 @@ if triton is not None:
     ):  # fmt: skip
         """A share of all tiles per program; they count by row, then key head, then place."""
         program = tl.program_id(0).to(tl.int64)
+        # Not waited for: between the plan and a layer there is a kernel that is launched as usual, the embedding.
         total_tiles = tl.load(shares + 2 * tl.num_programs(0))
         row, row_begin = tl.load(shares + 2 * program), tl.load(shares + 2 * program + 1)
         programs = tl.minimum(tl.num_programs(0), total_tiles)  # that have a share, each of at least one tile
-        begin = tl.minimum(total_tiles * program // programs, total_tiles)
+        begin = total_tiles * program // programs
         end = tl.minimum(total_tiles * (program + 1) // programs, total_tiles)
         if PDL:
             tl.extra.cuda.gdc_wait()  # pyright: ignore[reportAttributeAccessIssue]
@@ -182,7 +185,7 @@ if triton is not None:
                 from_program = ((head_begin + 1) * programs - 1) // total_tiles
                 to_program = ((head_begin + count) * programs - 1) // total_tiles
                 tl.debug_barrier()  # every thread's part is written before the program says so
-                others = tl.atomic_add(done + row * K + head, 1, sem="acq_rel")
+                others = tl.atomic_add(done + from_program, 1, sem="acq_rel")
                 if others == to_program - from_program:
                     tl.debug_barrier()
                     top = tl.full((GROUP,), -1e30, tl.float32)
@@ -200,7 +203,7 @@ if triton is not None:
                         )  # fmt: skip
                         other += 1
                     tl.store(target, (sums / total[:, None]).to(out.dtype.element_ty), mask=exists)
-                    tl.store(done + row * K + head, 0)
+                    tl.store(done + from_program, 0)
             begin += stop - first
             if begin == row_begin + K * count:
                 row_begin = begin

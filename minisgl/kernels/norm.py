@@ -20,7 +20,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` by one operation that is fused on a CPU: a vector beside its negative has mean 0."""
     size = x.shape[-1]
-    return F.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), eps=eps)[..., :size] * weight
+    return F.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), eps=eps).narrow(-1, 0, size) * weight
 
 
 def add_rms_norm_reference(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -56,15 +56,18 @@ def rotate_and_store_reference(
     """`rotate_and_store` in torch; what it returns is a view."""
     num_kv_heads = keys.shape[1]
     num_heads = heads.shape[1] - 2 * num_kv_heads
-    qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+    qk = heads[:, : num_heads + num_kv_heads]
     if norms is not None:
         q_weight, k_weight, eps = norms
-        q, k = qk.split((num_heads, num_kv_heads), dim=1)
-        qk = torch.cat((rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)), dim=1)
-    q, k = rotate(qk, rotation.factors).split((num_heads, num_kv_heads), dim=1)  # [T, H, D], [T, K, D]
-    keys.index_copy_(0, entries, k)
-    values.index_copy_(0, entries, v)
-    return q
+        q, k = (
+            rms_norm_reference(qk[:, :num_heads], q_weight, eps),
+            rms_norm_reference(qk[:, num_heads:], k_weight, eps),
+        )
+        qk = torch.cat((q, k), dim=1)
+    qk = rotate(qk, rotation.factors)  # [T, H + K, D]
+    keys.index_copy_(0, entries, qk[:, num_heads:])
+    values.index_copy_(0, entries, heads[:, num_heads + num_kv_heads :])
+    return qk[:, :num_heads]
 
 
 def rotate_and_store_fused(

@@ -21,7 +21,8 @@ QWEN3 = Path(__file__).parents[2] / "bench_configs" / "models" / "qwen3-0.6b"
 
 @pytest.fixture
 def installed(monkeypatch):
-    """`installed(names)`: only these packages are there."""
+    """`installed(names)`: only these packages are there, and Triton."""
+    monkeypatch.setattr(triton, "triton", object())
 
     def distribution(name: str, names: tuple[str, ...]) -> str:
         if name not in names:
@@ -51,6 +52,7 @@ def test_auto_decodes_by_flashinfer_what_our_kernel_does_not_take(installed):
     installed("flashinfer")
     assert choose.automatic(shape(head_size=256)) == (("flashinfer", "flashinfer"), None)
     assert choose.automatic(shape(page_size=1)) == (("flashinfer", "flashinfer"), None)
+    assert choose.automatic(shape(page_size=16)) == (("flashinfer", "flashinfer"), None)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 7), (11, 0), (9, 1), (13, 0)])
@@ -197,12 +199,13 @@ def test_a_missing_compiler_is_warned_of_where_flashinfer_is_chosen(library, mon
     assert all("needs nvcc and ninja" in said and "pip install ninja" in said for said in caplog.messages)
 
 
-PACKAGES = ("flashinfer-python", "flash-attn-4", "flash-attn")
+PACKAGES = ("flashinfer-python", "flash-attn-4", "flash-attn", "triton")
 
 
 @pytest.mark.parametrize("packages", [(), *((name,) for name in PACKAGES), PACKAGES], ids=",".join)
 def test_the_doctor_who_imports_no_torch_says_the_same(installed, monkeypatch, packages):
     installed(*(name.removesuffix("-python") for name in packages))
+    monkeypatch.setattr(triton, "triton", object() if "triton" in packages else None)
     monkeypatch.setattr(machine, "installed", lambda name: "1.0" if name in packages else None)
     torch_here = Torch(version="2.11.0", cuda="13.0", devices=1, triton_fault=None)
     for capability in [(major, minor) for major in range(6, 15) for minor in range(10)]:
@@ -210,5 +213,7 @@ def test_the_doctor_who_imports_no_torch_says_the_same(installed, monkeypatch, p
         (finding,) = doctor.attention(Nvidia(driver="580", cuda="13.0", gpus=[gpu]), torch_here)
         here = shape(capability, page_size=256)
         assert re.match(r"auto takes (\w+)", finding.text)[1] == choose.automatic(here)[0][0], capability
+        assert ("with triton to decode" in finding.text) == (choose.automatic(here)[0][1] == "triton"), capability
+        assert ("triton (decode) by" in finding.text) == (choose.why_not("triton", here, "decode") is None)
         usable = {name for name in ("flashinfer", "flash") if not choose.why_not(name, here, "prefill")}
         assert set(re.findall(r"(\w+)(?: \(prefill\))? by ", finding.text)) == usable, capability
