@@ -41,8 +41,10 @@ class LogConfig:
 def start_logging(console: Console, logs: LogConfig, unset: str = "warning") -> str:
     """Show the logs of minisgl from `log_level` on, and what other libraries warn of; returns that level."""
     level = logs.log_level or unset
-    handler = RichHandler(console=console, show_path=False, omit_repeated_times=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    handler, form = logging.StreamHandler(), "%(asctime)s %(levelname)s %(message)s"  # whole lines for a file
+    if console.is_terminal:
+        handler, form = RichHandler(console=console, show_path=False, omit_repeated_times=False), "%(message)s"
+    logging.basicConfig(level=logging.WARNING, format=form, handlers=[handler])
     logging.getLogger("minisgl").setLevel(level.upper())
     return level
 

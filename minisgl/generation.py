@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -66,6 +66,8 @@ class Front:
         room = room_for(len(ids), params.max_tokens, self.context)
         if params.max_tokens is not None and room < params.max_tokens:
             logger.info("max_tokens %d cut to %d, which is what the context leaves", params.max_tokens, room)
+        # No answer comes so far, and numbers must fit into messages and arrays.
+        params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens or 0, room))
         if params.texts("stop"):
             self.need_tokenizer("a stop string")
         seed = seed if params.seed is None else params.seed

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from minisgl.config import SamplingParams
+from minisgl.config import SamplingParams, check_range
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -16,6 +16,12 @@ TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 ROUTES = (CHAT, COMPLETIONS)
 """What a batch file can ask for."""
+
+MOST_TOKENS = 2**30
+"""What a number of tokens is cut to: more than any context, and still an int32 with a prompt's length added."""
+
+MOST_ENTRIES = 1000
+"""What a list that is looked through for every token may have."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -270,7 +276,7 @@ def _given(route: str, body: object, known: Collection[str], models: Collection[
         if name not in NEUTRAL[route]:
             near = get_close_matches(name, [*known, *NEUTRAL[route]], n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise RequestError(f"{name:.80} is not a field of {route}{hint}", param=name, code="unknown_parameter")
+            raise RequestError(f"{name!r:.80} is not a field of {route}{hint}", param=name, code="unknown_parameter")
         if value not in NEUTRAL[route][name]:
             raise RequestError(
                 f"{name} is not supported, got {value!r:.80}: leave it out", param=name, code="unsupported_parameter"
@@ -365,9 +371,16 @@ def _sampling(route: str, given: Mapping[str, Any], defaults: SamplingParams) ->
     if "logprobs" in given or "top_logprobs" in given:
         chosen["logprobs"] = _logprobs(given) if route == CHAT else given["logprobs"]
         renamed["logprobs"] = "top_logprobs" if route == CHAT else "logprobs"
+    for name in ("stop", "stop_token_ids", "bad_words"):
+        if isinstance(entries := chosen.get(name), list) and len(entries) > MOST_ENTRIES:
+            raise RequestError(f"{name} has {len(entries)} entries, and at most {MOST_ENTRIES} are allowed", param=name)
+    if type(most := chosen.get("max_tokens")) is int:
+        chosen["max_tokens"] = min(most, MOST_TOKENS)
     try:
         # What the body turns off (logprobs: false) stays off, whatever the defaults say.
-        return SamplingParams(**{f.name: getattr(defaults, f.name) for f in fields(defaults)} | chosen)
+        sampling = SamplingParams(**{f.name: getattr(defaults, f.name) for f in fields(defaults)} | chosen)
+        check_range("min_tokens", sampling.min_tokens, least=0, most=MOST_TOKENS)
+        return sampling
     except ValueError as error:
         name, _, rest = str(error).partition(" ")
         param = renamed.get(name, name)

@@ -1,6 +1,7 @@
 """A frontend process: HTTP on one side, an engine on the other, and everything that is text between them."""
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -17,7 +18,7 @@ from minisgl.server.client import EngineClient, make_front
 from minisgl.server.config import ServerConfig
 from minisgl.server.guard import Guard
 from minisgl.server.messages import Control, EngineFacts, FrontendSettings, Report
-from minisgl.server.routes import Service
+from minisgl.server.routes import STALLED_S, Service
 from minisgl.tokenizer.template import ChatTemplate
 from minisgl.tokenizer.tokenizer import Tokenizer
 
@@ -135,6 +136,7 @@ def _bound(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections in TIME_WAIT
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(STALLED_S * 1000))  # for its connections
     listener.bind(address)
     return listener
 
@@ -161,6 +163,7 @@ def main() -> None:
         logging.getLogger("minisgl.server.guard").setLevel(logging.INFO)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each connection is one
+    gc.set_threshold(50_000, 20, 100)  # reading a body of a million lists must not collect garbage again and again
     code = 1
     try:
         code = uvloop.run(Frontend(owner, settings).run())

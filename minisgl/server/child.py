@@ -6,8 +6,11 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from shutil import rmtree
 from typing import TypeVar
 
 import msgspec
@@ -16,6 +19,7 @@ from minisgl.server.messages import Control, Report
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_LINE = 1 << 20
+_LONGEST_FOLDER = 90  # a Unix socket's path holds 107 bytes
 END_S = 2.0
 """How long a child may take to end when it is asked to."""
 
@@ -64,6 +68,21 @@ class Owner:
         threading.Thread(target=read, name="owner", daemon=True).start()
 
 
+@contextlib.contextmanager
+def socket_folder() -> Iterator[Path]:
+    """A new folder that only this user can enter, for the engine's socket; removed in the end."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="minisgl-"))
+    except OSError as error:
+        raise ValueError(f"cannot make a folder for a socket: {error.strerror} ({error.filename})") from error
+    try:
+        if len(str(folder)) > _LONGEST_FOLDER:
+            raise ValueError(f"{folder} is too long for the path of a socket: set TMPDIR to a shorter folder")
+        yield folder
+    finally:
+        rmtree(folder, ignore_errors=True)
+
+
 async def start(module: str, settings: msgspec.Struct) -> asyncio.subprocess.Process:
     """Start `python -m module` as a child and send it its settings.
 
@@ -87,13 +106,14 @@ def send(process: asyncio.subprocess.Process, line: msgspec.Struct) -> None:
 
 async def end(process: asyncio.subprocess.Process) -> None:
     """Ask a child to end, and kill it if it takes too long."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError):  # it has ended
         process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), END_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), END_S)
+        finally:  # also where the wait for it is given up
+            process.kill()
+    await process.wait()
 
 
 async def reports(process: asyncio.subprocess.Process) -> AsyncIterator[Report]:

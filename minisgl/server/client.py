@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import random
-import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -174,11 +173,6 @@ class EngineClient:
         """
         self._check_alive()
         first, now_s = generation.requests[0], time.monotonic()
-        ticket = Ticket(generation, self._loop.create_future(), sink, len(generation.requests))
-        self._tickets[generation.request_id] = ticket
-        for request in generation.requests:
-            request.arrival_s = now_s
-            self._open[request.key] = _Open(request, ticket)
         sampling = {name: value for name in _TO_ENGINE if (value := getattr(first.sampling, name)) is not None}
         self._send(
             messages.Add(
@@ -191,6 +185,11 @@ class EngineClient:
                 bad_words=[list(word) for word in first.bad_words],
             )
         )
+        ticket = Ticket(generation, self._loop.create_future(), sink, len(generation.requests))
+        self._tickets[generation.request_id] = ticket
+        for request in generation.requests:
+            request.arrival_s = now_s
+            self._open[request.key] = _Open(request, ticket)
         return ticket
 
     def abort(self, generation: Generation | int) -> None:
@@ -435,8 +434,9 @@ async def _own_engine(
     config: EngineConfig, report: Report | None
 ) -> AsyncIterator[tuple[str, messages.EngineFacts, asyncio.Task[str]]]:
     """An engine process, ended on leaving: its address, what it has loaded, and what will say that it has died."""
-    with tempfile.TemporaryDirectory(prefix="minisgl-", ignore_cleanup_errors=True) as folder:
-        level = logging.getLevelName(logger.getEffectiveLevel())
+    with child.socket_folder() as folder:
+        least = logger.getEffectiveLevel()  # in the engine, a level of the user's own has no name
+        level = logging.getLevelName(min(max(least // 10, 1), 5) * 10)
         settings = messages.EngineSettings(address=f"ipc://{folder}/engine", config=asdict(config), log_level=level)
         process = await child.start("minisgl.server.worker", settings)
         try:

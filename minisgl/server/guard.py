@@ -61,7 +61,7 @@ class Guard:
             if self._config.log_requests:
                 rest = " ".join(f"{name}={value}" for name, value in notes.items())
                 seconds = time.monotonic() - began_s
-                logger.info("%s %s %d %.3f s %s", request.method, request.rel_url.raw_path, status, seconds, rest)
+                logger.info("%s %.200s %d %.3f s %s", request.method, request.rel_url.raw_path, status, seconds, rest)
 
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
@@ -69,7 +69,10 @@ class Guard:
                 return web.Response(status=204)
             if self._keys and request.path not in OPEN_TO_ALL:
                 self._check_key(request)
-            return await handler(request)
+            response = await handler(request)
+            await response.prepare(request)
+            await response.write_eof()  # here: until it is sent, the request counts as open
+            return response
         except web.HTTPException as error:
             refused, headers = self._as_refusal(request, error), error.headers
             more = {"Allow": headers["Allow"]} if "Allow" in headers else {}
@@ -120,14 +123,14 @@ class Guard:
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = "minisgl"
+        if self._origins and "*" not in self._origins:
+            response.headers["Vary"] = "Origin"
         if notes := request.get(NOTES):
             response.headers["X-Request-Id"] = notes["id"]
         if (origin := self._allowed_origin(request)) is None:
             return
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
-        if origin != "*":
-            response.headers["Vary"] = "Origin"
         if request.method == "OPTIONS":
             response.headers["Access-Control-Allow-Methods"] = "GET, POST"
             response.headers["Access-Control-Allow-Headers"] = request.headers.get(

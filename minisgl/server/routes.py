@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from minisgl import __version__
@@ -35,7 +35,7 @@ from minisgl.server.client import EngineBusy, EngineClient, EngineDead, Ticket
 from minisgl.server.config import ServerConfig
 from minisgl.server.messages import EngineFacts
 from minisgl.server.openapi import openapi
-from minisgl.server.streaming import DONE, ROOM_BYTES, Stream, event
+from minisgl.server.streaming import DONE, Stream, event
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ NOTES: web.RequestKey[dict[str, Any]] = web.RequestKey("notes", dict)
 """What the log says about a request, beside its status and time."""
 
 STALLED_S = 60.0
-"""How long a client may read nothing of an answer that has ended before its connection is closed."""
+"""How long a client may send nothing of a body that it has begun, or read nothing of what waits for it."""
 
 QUESTION_S = 30.0
 """How long the engine may take to answer a question."""
@@ -119,7 +119,7 @@ class Service:
         client = self.client
         deadline_s = self._deadline_s()
         async with asyncio.timeout_at(deadline_s):
-            body = await request.read()
+            body = await _body(request)
             asked, generations = await self._in_thread(self._prepare, request.path, body)
         client = self.client  # which may have begun to drain meanwhile
         notes = request[NOTES]
@@ -186,10 +186,13 @@ class Service:
                     tickets[-1].done.add_done_callback(lambda _: stream.begun.set())
                 await stream.begun.wait()
                 _raise_failed(tickets)
+                chunked = request.version >= HttpVersion11
+                if not chunked:
+                    response.force_close()  # that is how the client sees where the stream ends
                 await response.prepare(request)
                 await response.write(stream.events())
                 assert request.transport is not None
-                stream.open(request.transport, chunked=request.version >= (1, 1))
+                stream.open(request.transport, chunked)
                 outputs = await _outputs(tickets)
             rest = stream.end(outputs)
             _note(request[NOTES], asked, outputs)
@@ -202,7 +205,7 @@ class Service:
             rest = stream.events() + event(error_body(refused)) + DONE
         finally:
             _leave(client, tickets)
-        await _finish(request, response, rest)
+        await response.write(rest)
         return response
 
     # Around it
@@ -233,11 +236,11 @@ class Service:
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """The token ids of a text or of a conversation."""
-        return _json(await self._in_thread(self._tokens, await request.read()))
+        return _json(await self._in_thread(self._tokens, await _body(request)))
 
     def _tokens(self, body: bytes) -> dict[str, Any]:
-        asked = parse_tokenize(_parse(body), self.names)
         front = self.client.front
+        asked = parse_tokenize(_parse(body), self.names)
         if asked.prompt is None:
             tokens = self._chat_prompt(asked.messages, asked.template_options, asked.add_special_tokens)
         else:
@@ -249,11 +252,12 @@ class Service:
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         """The text of token ids."""
-        return _json(await self._in_thread(self._text, await request.read()))
+        return _json(await self._in_thread(self._text, await _body(request)))
 
     def _text(self, body: bytes) -> dict[str, str]:
+        tokenizer = self.client.front.need_tokenizer("detokenize")
         tokens, skip_special_tokens = parse_detokenize(_parse(body), self.names)
-        return {"prompt": self.client.front.need_tokenizer("detokenize").decode(tokens, skip_special_tokens)}
+        return {"prompt": tokenizer.decode(tokens, skip_special_tokens)}
 
     async def _health(self, request: web.Request) -> web.Response:
         """Whether requests are taken: 200, or 503 with the reason."""
@@ -333,11 +337,26 @@ def as_refusal(error: Exception) -> RequestError:
             code="queue_full",
         )
     if isinstance(error, EngineDead):
-        return RequestError(f"the engine has failed: {error}", status=503, code="engine_failed")
+        return RequestError(f"the answer was ended: {error}", status=503, code="ended")
     if isinstance(error, TimeoutError):
         return RequestError("the request has taken longer than it may", status=504, code="request_timeout")
     logger.error("a request has failed", exc_info=error)
     return RequestError("a fault of the server's own; its log says more", status=500)
+
+
+async def _body(request: web.Request) -> bytes:
+    """What a client sends, as long as it goes on sending."""
+    body, clock = bytearray(), asyncio.get_running_loop().time
+    try:
+        async with asyncio.timeout(STALLED_S) as patience:
+            async for part in request.content.iter_any():
+                patience.reschedule(clock() + STALLED_S)
+                body += part
+                if len(body) > request.client_max_size:
+                    raise web.HTTPRequestEntityTooLarge(request.client_max_size, len(body))
+    except TimeoutError:
+        raise RequestError(f"nothing more of the body has come for {STALLED_S:g} s", status=408) from None
+    return bytes(body)
 
 
 def _parse(body: bytes) -> object:
@@ -380,16 +399,3 @@ def _note(notes: dict[str, Any], asked: ApiRequest, outputs: Sequence[RequestOut
     notes["tokens_out"] = usage["completion_tokens"]
     notes["cached"] = usage["prompt_tokens_details"]["cached_tokens"]
     notes["finish"] = ",".join(sorted({answer.finish_reason for output in outputs for answer in output.outputs}))
-
-
-async def _finish(request: web.Request, response: web.StreamResponse, rest: bytes) -> None:
-    """Send what is left of a stream. A client that does not read it does not keep its connection."""
-    try:
-        async with asyncio.timeout(STALLED_S):
-            while rest:
-                await response.write(rest[:ROOM_BYTES])
-                rest = rest[ROOM_BYTES:]
-            await response.write_eof()
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()

@@ -9,12 +9,10 @@ import os
 import shlex
 import signal
 import socket
-import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 from minisgl.config import EngineConfig
@@ -31,7 +29,6 @@ GRACE_S = 2.0
 CLEANER = 'while read -r group; do groups="$groups -$group"; done; kill -KILL $groups; rm -rf -- "$0"'
 """For the shell: when stdin ends, as it does however this process ends, kill the process groups named there, and
 remove the folder."""
-LONGEST_FOLDER = 90  # a Unix socket's path holds 107 bytes
 
 
 @dataclass(eq=False)
@@ -73,7 +70,8 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, signal.Signals(number))
         reason = "the server was stopped"
-        with reserve(self._server.host, self._server.port) as holder, socket_folder() as folder, ExitStack() as bars:
+        server = self._server
+        with reserve(server.host, server.port) as holder, child.socket_folder() as folder, ExitStack() as bars:
             self._bars, self._report = bars, bars.enter_context(progress)
             self._host, self._port = holder.getsockname()[:2]
             self._warn()
@@ -186,7 +184,7 @@ class Supervisor:
             self._ready = True
             self._bars.close()
             self._say(f"ready at {url(self._host, self._port)}; try it:")
-            self._say(example(url(self._host, self._port), self._facts, bool(self._server.api_key)))
+            self._say(example(url(self._host, self._port), self._facts, self._server))
 
     async def _watch_engine(self) -> None:
         """Raise when the engine hangs, and half-way there stop taking requests.
@@ -262,6 +260,8 @@ def reserve(host: str, port: int) -> Iterator[socket.socket]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, True)
         if port:
             holder.shutdown(socket.SHUT_RDWR)
+    except UnicodeError:
+        raise ValueError(f"cannot listen on {host}, port {port}: that cannot be the name of a host") from None
     except OSError as error:
         if holder is not None:
             holder.close()
@@ -272,35 +272,23 @@ def reserve(host: str, port: int) -> Iterator[socket.socket]:
         yield holder
 
 
-@contextmanager
-def socket_folder() -> Iterator[Path]:
-    """A new folder that only this user can enter, for the engine's socket; removed in the end."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="minisgl-"))
-    except OSError as error:
-        raise ValueError(f"cannot make a folder for a socket: {error.strerror} ({error.filename})") from error
-    try:
-        if len(str(folder)) > LONGEST_FOLDER:
-            raise ValueError(f"{folder} is too long for the path of a socket: set TMPDIR to a shorter folder")
-        yield folder
-    finally:
-        rmtree(folder, ignore_errors=True)
-
-
 def url(host: str, port: int) -> str:
     """Where a client on this machine finds the server; `host` is an IP address."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def example(url: str, facts: EngineFacts, needs_key: bool) -> str:
+def example(url: str, facts: EngineFacts, server: ServerConfig) -> str:
     """A command for the shell that asks the server something its model can answer."""
+    folder = Path(facts.folder)
     route, asked = "completions", {"prompt": "Once upon a time"}
-    if _has_chat_template(Path(facts.folder)):
+    if not (folder / "tokenizer.json").is_file():
+        asked = {"prompt": [0]}
+    elif server.chat_template is not None or _has_chat_template(folder):
         question = {"role": "user", "content": "What is the capital of France?"}
         route, asked = "chat/completions", {"messages": [question]}
     body = {"model": facts.model_name, **asked, "max_tokens": 50, "temperature": 0}
-    key = ' -H "Authorization: Bearer $MINISGL_API_KEY"' if needs_key else ""
+    key = ' -H "Authorization: Bearer $MINISGL_API_KEY"' if server.api_key else ""
     return f"curl {url}/v1/{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
 
 

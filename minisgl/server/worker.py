@@ -150,7 +150,7 @@ class Worker:
         if not (
             0 < len(add.keys) == len({*add.keys} - self._requests.keys()) == len(add.seeds)
             and owns
-            and 0 < add.max_tokens <= self._facts.context - len(prompt)
+            and max(sampling.min_tokens or 0, 1) <= add.max_tokens <= self._facts.context - len(prompt)
             and len(prompt)
             and 0 <= tokens.min() <= tokens.max() < self._facts.vocab_size
             and all(-(2**63) <= seed < 2**63 for seed in add.seeds)

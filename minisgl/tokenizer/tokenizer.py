@@ -121,7 +121,8 @@ class Tokenizer:
         """The prompt for a conversation, as text; `options` as in `ChatTemplate.render`."""
         if self._template is None:
             raise ValueError(
-                "the model has no chat template: give it plain prompts (--raw), or a chat_template.jinja in its folder"
+                "the model has no chat template: give it plain prompts (--raw, /v1/completions), or put a "
+                "chat_template.jinja in its folder"
             )
         return self._template.render(messages, **options)
 

@@ -174,10 +174,14 @@ def raw(server: Served, data: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
-def test_a_client_of_http_1_0_gets_its_stream_without_chunks(server: Served):
+@pytest.mark.parametrize("header", [b"", b"Connection: keep-alive\r\n"])
+def test_a_client_of_http_1_0_gets_its_stream_without_chunks_up_to_the_end_of_the_connection(
+    server: Served, header: bytes
+):
     body = json.dumps({"prompt": "Hello", "max_tokens": 3, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.0\r\n%bContent-Length: %d\r\n\r\n" % (header, len(body))
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        connection.sendall(head + body)
         head, _, events = b"".join(iter(lambda: connection.recv(1 << 16), b"")).partition(b"\r\n\r\n")
     assert b"200 OK" in head and b"chunked" not in head
     assert events.startswith(b"data: {") and events.endswith(b"data: [DONE]\n\n")
@@ -343,6 +347,7 @@ LONG = "x" * (2 * CONTEXT)
         (COMPLETIONS, {"prompt": "x", "max_tokens": -1, "echo": True}, 400, "max_tokens", None, "got -1"),
         (COMPLETIONS, {"prompt": "x", "logit_bias": {"400": 1}}, 400, None, None, "logit_bias: token id 400"),
         (COMPLETIONS, {"prompt": "x", "seed": 2**70}, 400, "seed", None, "seed must be"),
+        (COMPLETIONS, {"prompt": "x", "min_tokens": 2**31}, 400, "min_tokens", None, "got 2147483648"),
         (COMPLETIONS, {"prompt": "x", "n": 2000}, 400, "n", None, "from 1 to 1024"),
         (
             COMPLETIONS,
@@ -357,6 +362,7 @@ LONG = "x" * (2 * CONTEXT)
         (CHAT, {"messages": HELLO, "stream": True, "stream_options": {"x": 1}}, 400, "stream_options", None, "got"),
         (CHAT, {"messages": HELLO, "tools": [{}]}, 400, "tools", "unsupported_parameter", "not supported"),
         (CHAT, {"messages": HELLO, "temprature": 1}, 400, "temprature", "unknown_parameter", "mean temperature?"),
+        (CHAT, {"messages": HELLO, "a\nb": 1}, 400, "a\nb", "unknown_parameter", "'a\\nb' is not a field of"),
         (CHAT, {"messages": HELLO, "model": "gpt-5"}, 404, "model", "model_not_found", "'gpt-5' is not loaded"),
         ("/tokenize", {}, 400, "prompt", None, "set prompt, a text, or messages"),
         ("/tokenize", {"prompt": "x", "messages": HELLO}, 400, "prompt", None, "not both"),
@@ -405,8 +411,9 @@ def test_a_body_that_cannot_be_unpacked_is_refused(server: Served):
     assert ask(server, COMPLETIONS, bomb, headers={"Content-Encoding": "gzip"})[0] == 413
 
 
+BORDERS = st.sampled_from([sign * (1 << bits) for bits in (31, 32, 53, 63, 64, 100) for sign in (1, -1)])
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | BORDERS | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )

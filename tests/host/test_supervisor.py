@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from server_process import ROOT, ServerProcess, free_port, wait_for
 
+from minisgl.server.config import ServerConfig
 from minisgl.server.messages import EngineFacts
 from minisgl.server.supervisor import example, reserve, url
 
@@ -302,7 +303,12 @@ def test_a_reserved_port_takes_no_connection_before_the_frontends_listen():
 
 @pytest.mark.parametrize(
     ("host", "port", "part"),
-    [("192.0.2.1", 0, "cannot listen on 192.0.2.1, port 0"), ("no such host", 0, "cannot listen on no such host")],
+    [
+        ("192.0.2.1", 0, "cannot listen on 192.0.2.1, port 0"),
+        ("no such host", 0, "cannot listen on no such host"),
+        ("a..b", 0, "cannot listen on a..b, port 0"),
+        ("x" * 64, 0, f"cannot listen on {'x' * 64}, port 0"),
+    ],
 )
 def test_a_place_that_is_not_ours_to_listen_on_is_one_line(start: Start, host: str, port: int, part: str):
     server = start("some-model", "--host", host, port=port)
@@ -388,8 +394,8 @@ def test_the_url_is_one_that_a_client_here_can_use(host: str, shown: str):
     assert url(host, 80) == shown
 
 
-@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"])
-def test_the_command_asks_a_question_if_the_model_has_a_chat_template(file: str, tmp_path: Path):
+@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json", "tokenizer_config.json", None])
+def test_the_command_asks_what_the_model_can_answer(file: str | None, tmp_path: Path):
     facts = EngineFacts(
         model_name="a/b",
         folder=str(tmp_path),
@@ -401,6 +407,13 @@ def test_the_command_asks_a_question_if_the_model_has_a_chat_template(file: str,
         page_size=1,
         num_pages=1,
     )
-    assert "/v1/completions " in example("http://h", facts, False)
-    (tmp_path / file).write_text('{"chat_template": "…"}')
-    assert "/v1/chat/completions " in example("http://h", facts, False)
+    plain = ServerConfig()
+    assert "/v1/completions " in example("http://h", facts, plain) and '"prompt": [0]' in example(
+        "http://h", facts, plain
+    )
+    (tmp_path / "tokenizer.json").touch()
+    assert '"prompt": "Once' in example("http://h", facts, plain)
+    if file is not None:
+        (tmp_path / file).write_text('{"chat_template": "…"}')
+    server = plain if file is not None else ServerConfig(chat_template="a file")
+    assert "/v1/chat/completions " in example("http://h", facts, server)

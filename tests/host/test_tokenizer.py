@@ -247,7 +247,7 @@ def test_options_reach_the_template():
 
 
 def test_a_model_without_a_chat_template_says_what_to_do():
-    with pytest.raises(ValueError, match=r"no chat template: give it plain prompts \(--raw\)"):
+    with pytest.raises(ValueError, match=r"no chat template: give it plain prompts \(--raw, /v1/completions\)"):
         Tokenizer(byte_level()).chat(HI)
 
 

@@ -1,6 +1,7 @@
 """Engine processes of their own, on a tiny model: what comes back, and what is left when one of them dies."""
 
 import asyncio
+import logging
 import signal
 import subprocess
 import sys
@@ -190,14 +191,47 @@ async def test_an_engine_that_ignores_being_told_to_end_is_killed(config, starte
 
 
 @in_loop
-async def test_a_launch_that_is_given_up_leaves_no_process(config, started):
+@pytest.mark.parametrize("level", [5, 25, 60])
+async def test_an_engine_starts_at_any_level_of_logging(config, monkeypatch, level):
+    monkeypatch.setattr(logging.getLogger("minisgl.server.client"), "level", level)
+    async with await EngineClient.launch(config) as client:
+        assert (await client.stats()).running == 0
+
+
+@in_loop
+async def test_closing_that_is_given_up_still_leaves_no_process(config, started):
+    client = await EngineClient.launch(config)
+    started[0].send_signal(signal.SIGSTOP)
+    closing = asyncio.create_task(client.close())
+    await asyncio.sleep(0.1)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await gone(started[0].pid)
+
+
+@in_loop
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_launch_that_is_given_up_leaves_no_process(config, started, times):
     launching = asyncio.create_task(EngineClient.launch(config))
     while not started:
         await asyncio.sleep(0.01)
-    launching.cancel()
+    started[0].send_signal(signal.SIGSTOP)
+    for _ in range(times):
+        launching.cancel()
+        await asyncio.sleep(0.1)
     with pytest.raises(asyncio.CancelledError):
         await launching
-    assert not is_alive(started[0].pid)
+    await gone(started[0].pid)
+
+
+@in_loop
+async def test_a_folder_too_long_for_a_socket_is_told_before_anything_is_started(config, folder, started, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / ("x" * 100)))
+    (folder / ("x" * 100)).mkdir()
+    with pytest.raises(ValueError, match="set TMPDIR to a shorter folder"):
+        await EngineClient.launch(config)
+    assert started == []
 
 
 def settings(config, folder, **changes):

