@@ -34,8 +34,12 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["environment"])
 def tests(session: nox.Session) -> None:
-    """Pytest, without what needs a GPU; arguments after `--` are passed on."""
-    session.run(SHARED, "-m", "pytest", *session.posargs, external=True)
+    """Pytest, without what needs a GPU, two files at a time; arguments after `--` are passed on.
+
+    One thread of torch each: its threads wait for each other by spinning.
+    """
+    together = ("-n", "2", "--dist", "loadfile")
+    session.run(SHARED, "-m", "pytest", *together, *session.posargs, env={"OMP_NUM_THREADS": "1"}, external=True)
 
 
 @nox.session(venv_backend="none", requires=["environment"])

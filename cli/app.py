@@ -9,6 +9,7 @@ import typer
 from minisgl import __version__
 
 from .bench import bench
+from .compare import compare
 from .doctor import doctor
 from .models import models
 from .options import command, unknown_variables
@@ -23,6 +24,7 @@ OF_OPTIONS = (run, serve, bench)
 """Commands whose options are fields of dataclasses."""
 for each in OF_OPTIONS:
     command(app)(each)
+app.command()(compare)
 app.command()(doctor)
 app.add_typer(models, name="models")
 

@@ -24,10 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-
-from minisgl.bench.workload import WARM_UP, Job, WorkloadConfig, throughput_jobs
+from minisgl.bench.own_server import write_word_tokenizer
+from minisgl.bench.workload import DEFAULT_REPEAT, WARM_UP, Job, WorkloadConfig, throughput_jobs
 
 
 class Stream(asyncio.Protocol):
@@ -70,18 +68,6 @@ async def run(port: int, jobs: list[Job], sampling: dict[str, Any]) -> tuple[flo
     return seconds, sum(counts)
 
 
-def write_model(source: Path, folder: Path) -> None:
-    """The configuration of a model, and a tokenizer in which every token is a word."""
-    shutil.copy(source / "config.json", folder)
-    size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*alphabet, *(f"Ġ{number:x}" for number in range(size - len(alphabet)))]
-    backend = tokenizers.Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.save(str(folder / "tokenizer.json"))
-
-
 def wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
     """Until /health says so, or the server ends."""
     while process.poll() is None:
@@ -105,13 +91,14 @@ def main() -> None:
     workload = WorkloadConfig(**table["workload"])
     sampling = dict(table.get("sampling", {}))
     with tempfile.TemporaryDirectory() as folder:
-        write_model((asked.config.parent / engine.pop("model")).resolve(), Path(folder))
+        shutil.copy(asked.config.parent / engine.pop("model") / "config.json", folder)
+        write_word_tokenizer(Path(folder))
         flags = [word for name, value in engine.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         command = [sys.executable, "-m", "minisgl", "serve", "--model", folder, "--port", str(asked.port)]
         with subprocess.Popen([*command, "--frontends", str(asked.frontends), *flags], env=os.environ) as server:
             try:
                 wait_until_ready(server, asked.port)
-                for repetition in (WARM_UP, *range(workload.repeat)):
+                for repetition in (WARM_UP, *range(workload.repeat or DEFAULT_REPEAT)):
                     seconds, tokens = asyncio.run(run(asked.port, throughput_jobs(workload, repetition), sampling))
                     print(f"{'warm-up' if repetition == WARM_UP else repetition + 1}: {tokens} tokens, "
                           f"{seconds:.3f} s, {tokens / seconds:,.1f} output tok/s", flush=True)  # fmt: skip

@@ -1,24 +1,33 @@
-"""Measure an engine in this process: many requests at once (throughput), or one at a time (latency).
+"""Measure an engine in this process: many requests at once (throughput), or shape by shape (latency).
 
 The engine is started and warm before the clock starts: it warms its kernels up itself, and then answers a repetition
 that is not counted. Every repetition has prompts that the prefix cache does not know.
+
+The host knows when each step's tokens came, so it knows where phases end: prefill with the last request's first token,
+decode with the last token. A prefill beside which other requests decoded already is called mixed.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from minisgl.bench import machine
-from minisgl.bench.report import Figures, Measurement
-from minisgl.bench.roofline import Roofline, roofline
-from minisgl.bench.workload import WARM_UP, Job, WorkloadConfig, latency_jobs, throughput_jobs
+from minisgl.bench.ceilings import ceilings
+from minisgl.bench.nvml import Sampler, open_gpus
+from minisgl.bench.record import Event, Pass, Phase, RequestRecord, Run
+from minisgl.bench.workload import DEFAULT_REPEAT, WARM_UP, Job, Tokenize, WorkloadConfig, latency_jobs, throughput_jobs
 from minisgl.config import EngineConfig, SamplingParams
 from minisgl.source.cache_folder import Report
 
 if TYPE_CHECKING:
     from minisgl.llm import LLM
+    from minisgl.results import RequestOutput
+
+Say = Callable[[str], None]
 
 
 def measure(
@@ -26,48 +35,31 @@ def measure(
     workload: WorkloadConfig,
     sampling: SamplingParams,
     loading: AbstractContextManager[Report],
-    say: Callable[[str], None],
-) -> Measurement:
-    """Start an engine, measure as often as `workload.repeat` says, and return all of it.
+    say: Say,
+    finish: Callable[[Run], None],
+) -> None:
+    """Start an engine, measure as often as `workload.repeat` says, and give all to `finish`, also when it is stopped.
 
     `loading` is entered while the model is loaded; `say` gets a line before the warm-up and after each repetition.
     ValueError, before anything is measured, for a workload that the engine cannot do as it stands.
     """
-    sampling = _complete(sampling)
+    sampling = complete(sampling)
     from minisgl.llm import LLM  # not before the options are known to be right: it brings torch
 
     with loading as report:
         llm = LLM.from_config(config, report)
     with llm:
-        model = llm.model_config
-        _check_fits(workload, model.vocab_size, llm.max_model_len)
-        device = device_name(llm.config.device)
-        bound = roofline(model, llm.config.dtype, device, llm.config.tp)
-        limit = bound if isinstance(bound, Roofline) else None
-
-        def once(repetition: int) -> Figures:
-            if workload.latency:
-                return _latency(llm, *latency_jobs(workload, repetition), sampling, limit)
-            return _throughput(llm, throughput_jobs(workload, repetition), sampling, limit)
-
-        say("warming up …")
-        once(WARM_UP)
-        repetitions = []
-        for number in range(workload.repeat):
-            repetitions.append(once(number))
-            rate = repetitions[-1]["output_tokens_per_s"]
-            say(f"{number + 1} of {workload.repeat}: {rate:,.1f} output tok/s")
-        return Measurement(
-            mode="latency" if workload.latency else "throughput",
-            model=llm.model_name,
-            device=device,
-            engine=asdict(llm.config),
-            workload=asdict(workload),
-            sampling=asdict(sampling),
-            shape=asdict(model),
-            repetitions=repetitions,
-            no_bound=bound if isinstance(bound, str) else None,
-        )
+        _check_fits(workload, llm)
+        run = _describe(llm, workload, sampling, say)
+        gpus = open_gpus(llm.config.device, llm.config.tp)
+        if isinstance(gpus, str):
+            run.no_nvml = gpus
+        try:
+            with Sampler(None if isinstance(gpus, str) else gpus) as sampler:
+                _all(llm, workload, sampling, sampler, run, say)
+        finally:
+            if run.passes:
+                finish(run)
 
 
 def device_name(device: str) -> str:
@@ -82,7 +74,7 @@ def device_name(device: str) -> str:
     return names.pop() if len(names) == 1 else "a GPU of unknown name"
 
 
-def _complete(sampling: SamplingParams) -> SamplingParams:
+def complete(sampling: SamplingParams) -> SamplingParams:
     """Answers have the length that the workload says, unless end-of-text tokens are to count."""
     if sampling.max_tokens is not None:
         raise ValueError(f"max_tokens must be unset, got {sampling.max_tokens}: output_len says how long answers are")
@@ -91,11 +83,19 @@ def _complete(sampling: SamplingParams) -> SamplingParams:
     return sampling.with_defaults({"ignore_eos": True})
 
 
-def _check_fits(workload: WorkloadConfig, vocab_size: int, context: int) -> None:
+def _check_fits(workload: WorkloadConfig, llm: "LLM") -> None:
+    vocab_size, context = llm.model_config.vocab_size, llm.max_model_len
     if workload.max_token_id >= vocab_size:
         raise ValueError(f"max_token_id must be at most {vocab_size - 1} for this model, got {workload.max_token_id}")
-    jobs = latency_jobs(workload, 0) if workload.latency else throughput_jobs(workload, 0)
-    longest = max(len(job.prompt) + job.output_len for job in jobs)
+    if workload.turns > 1:
+        raise ValueError(f"turns must be 1 without a server to talk to, got {workload.turns}: give qps or concurrency")
+    if workload.latency:
+        longest = max(input_len for _, input_len in workload.shapes) + workload.output_range[0]
+    else:
+        jobs = throughput_jobs(workload, 0, _tokenize(llm))
+        if any(job.body is not None for job in jobs):
+            raise ValueError(f"dataset has requests for a server, in {workload.dataset}: give qps or concurrency")
+        longest = max(len(job.prompt) + job.output_len for job in jobs)
     if longest > context:
         raise ValueError(
             f"input_len and output_len ask for {longest} tokens in one request, and the context holds {context}: "
@@ -103,63 +103,118 @@ def _check_fits(workload: WorkloadConfig, vocab_size: int, context: int) -> None
         )
 
 
-def _throughput(llm: "LLM", jobs: Sequence[Job], sampling: SamplingParams, limit: Roofline | None) -> Figures:
-    prompts = [job.prompt for job in jobs]
-    params = [replace(sampling, max_tokens=job.output_len) for job in jobs]
-    before = llm.stats()
-    begin_s = time.perf_counter()
-    outputs = llm.generate(prompts, params)
-    time_s = time.perf_counter() - begin_s
+def _tokenize(llm: "LLM") -> Tokenize | None:
+    return partial(llm.tokenize, add_special_tokens=False) if llm.tokenizer else None
+
+
+def _describe(llm: "LLM", workload: WorkloadConfig, sampling: SamplingParams, say: Say) -> Run:
+    config, device = llm.config, device_name(llm.config.device)
+    run = Run(
+        mode="latency" if workload.latency else "throughput",
+        model=llm.model_name,
+        device=device,
+        devices=config.tp,
+        engine=asdict(config),
+        shape=asdict(llm.model_config),
+        workload=asdict(workload),
+        sampling=asdict(sampling),
+    )
+    try:
+        run.ceilings = ceilings(device, config.device, config.dtype, say)
+    except (ValueError, OSError) as error:
+        run.no_ceilings = str(error)
+    return run
+
+
+def _plan(workload: WorkloadConfig, tokenize: Tokenize | None) -> Iterator[tuple[Pass, list[Job], list[list[Job]]]]:
+    """Each pass, the requests that warm up for it, where there are any, and those of its repetitions."""
+    repeat = workload.repeat or DEFAULT_REPEAT
+    if not workload.latency:
+        for number in range(repeat):
+            warm_up = [] if number else throughput_jobs(workload, WARM_UP, tokenize)
+            yield _new_pass(f"{number + 1}", workload, number), warm_up, [throughput_jobs(workload, number, tokenize)]
+        return
+    for batch, input_len in workload.shapes:
+        part = _new_pass(f"{batch} × {input_len}", workload, 0)
+        part.load = {"batch": batch, "input_len": input_len, "output_len": workload.output_range[0]}
+        warm_up, *others = (latency_jobs(workload, batch, input_len, n) for n in (WARM_UP, *range(repeat)))
+        yield part, warm_up, others
+
+
+def _all(llm: "LLM", workload: WorkloadConfig, sampling: SamplingParams, sampler: Sampler, run: Run, say: Say) -> None:
+    for part, warm_up, repetitions in _plan(workload, _tokenize(llm)):
+        if warm_up:
+            say(f"{part.name}: warming up …")
+            unmeasured = _new_pass("warm-up", workload, WARM_UP)
+            _answer(llm, warm_up, sampling, unmeasured)
+            if workload.latency and len(unmeasured.phases) < 2:
+                raise ValueError("answers ended with their first token: leave ignore_eos on, and stop tokens unset")
+        run.passes.append(part)
+        try:
+            for jobs in repetitions:
+                _answer(llm, jobs, sampling, part)
+            part.interrupted = False
+        finally:
+            part.samples = sampler.between(part.began_s, part.ended_s or time.monotonic())
+        tokens, busy_s = (sum(p.tokens_out for p in part.phases), sum(p.ended_s - p.began_s for p in part.phases))
+        say(f"{part.name}: {tokens / busy_s:,.1f} output tok/s" if tokens else f"{part.name}: failed")
+
+
+def _new_pass(name: str, workload: WorkloadConfig, repetition: int) -> Pass:
+    return Pass(name=name, seed=f"{workload.workload_seed}/{repetition}", began_s=time.monotonic(), interrupted=True)
+
+
+def _answer(llm: "LLM", jobs: Sequence[Job], sampling: SamplingParams, part: Pass) -> None:
+    """Give all requests at once, wait for their answers, and add what happened to the pass."""
+    inputs = [(job.prompt, replace(sampling, max_tokens=job.output_len)) for job in jobs]
+    before, tokens_before = llm.stats(), llm.generated_tokens
+    steps: list[Event] = []  # when the host knew a step's tokens, and how many there had been by then
+    done: list[RequestRecord] = []
+    begin_s = time.monotonic()
+    if not part.requests:
+        part.began_s = begin_s
+    try:
+        for ended in llm.feed(inputs):
+            now_s = time.monotonic()
+            steps.append(Event(now_s, llm.generated_tokens - tokens_before))
+            done += [_record(output, jobs[number].output_len, begin_s, now_s) for number, output in ended]
+        part.ended_s = time.monotonic()
+    finally:
+        part.requests += done
     after = llm.stats()
-    answers = [output.outputs[0] for output in outputs]
-    if failed := sum(answer.finish_reason == "error" for answer in answers):
-        raise ValueError(f"{failed} of {len(answers)} answers ended early: the model's scores were not finite numbers")
-    lengths = [(len(job.prompt), len(answer.token_ids)) for job, answer in zip(jobs, answers, strict=True)]
-    tokens_in, tokens_out = (sum(each) for each in zip(*lengths, strict=True))
-    steps = after.steps - before.steps
-    bound_s = limit and limit.prefill_s([prompt for prompt, _ in lengths]) + limit.decode_s(lengths)
-    return {
-        "output_tokens_per_s": tokens_out / time_s,
-        "total_tokens_per_s": (tokens_in + tokens_out) / time_s,
-        "time_s": time_s,
-        "tokens_in": tokens_in,
-        "tokens_cached": sum(output.cached_tokens for output in outputs),
-        "tokens_out": tokens_out,
-        "steps": steps,
-        "mean_batch": tokens_out / steps,
-        "retractions": after.retractions - before.retractions,
-        **_against("", bound_s, time_s),
-    }
+    for name in ("steps", "retractions"):
+        part.counters[name] = part.counters.get(name, 0) + getattr(after, name) - getattr(before, name)
+    part.phases += _phases(done, steps, begin_s)
+    part.steps += [Event(b.time_s, (b.tokens or 0) - (a.tokens or 0)) for a, b in pairwise([Event(begin_s, 0), *steps])]
 
 
-def _latency(llm: "LLM", first: Job, stream: Job, sampling: SamplingParams, limit: Roofline | None) -> Figures:
-    ttft_s = _token_times(llm, first, sampling)[0]
-    times_s = _token_times(llm, stream, sampling)
-    decode_s = times_s[-1] - times_s[0]
-    bound_s = limit and limit.decode_s([(len(stream.prompt), len(times_s))])
-    return {
-        "output_tokens_per_s": (len(times_s) - 1) / decode_s,
-        "decode_s": decode_s,
-        "tokens_in": len(stream.prompt),
-        "tokens_out": len(times_s),
-        **_against("", bound_s, decode_s),
-        "ttft_s": ttft_s,
-        "ttft_tokens_in": len(first.prompt),
-        **_against("ttft_", limit and limit.prefill_s([len(first.prompt)]), ttft_s),
-    }
+def _record(output: "RequestOutput", asked_tokens: int, begin_s: float, now_s: float) -> RequestRecord:
+    """Of an answer, its first token and the rest are two events: no client reads it token by token."""
+    answer, timing = output.outputs[0], output.timing
+    count = len(answer.token_ids)
+    events = [] if timing.ttft_s is None else [Event(now_s - timing.total_s + timing.ttft_s, 1)]
+    return RequestRecord(
+        intended_s=begin_s,
+        sent_s=now_s - timing.total_s,
+        events=events + [Event(now_s, count - 1)] * (count > 1),
+        ended_s=now_s,
+        asked_tokens=asked_tokens,
+        prompt_tokens=len(output.prompt_token_ids),
+        completion_tokens=count,
+        cached_tokens=output.cached_tokens,
+        finish_reason=answer.finish_reason,
+        error="the model's scores were not finite numbers" if answer.finish_reason == "error" else None,
+    )
 
 
-def _token_times(llm: "LLM", job: Job, sampling: SamplingParams) -> list[float]:
-    """Seconds from asking for an answer until the host knows each of its tokens."""
-    params = replace(sampling, max_tokens=job.output_len)
-    times_s: list[float] = []
-    begin_s = time.perf_counter()
-    for piece in llm.stream(job.prompt, params):
-        times_s += [time.perf_counter() - begin_s] * len(piece.token_ids)
-    if len(times_s) < 2:
-        raise ValueError("an answer ended with its first token: leave ignore_eos on, stop and stop_token_ids unset")
-    return times_s
-
-
-def _against(what: str, bound_s: float | None, time_s: float) -> Mapping[str, float]:
-    return {} if bound_s is None else {f"{what}bound_s": bound_s, f"{what}bound_share": bound_s / time_s}
+def _phases(requests: Sequence[RequestRecord], steps: Sequence[Event], begin_s: float) -> list[Phase]:
+    """Up to the step that brought the last first token, and what came after it."""
+    if not all(request.events for request in requests):
+        return []
+    last_first_s = max(request.events[0].time_s for request in requests)
+    border = min(steps, key=lambda step: abs(step.time_s - last_first_s))
+    tokens, more = border.tokens or 0, (steps[-1].tokens or 0) - (border.tokens or 0)
+    tokens_in, cached = (sum(getattr(r, name) or 0 for r in requests) for name in ("prompt_tokens", "cached_tokens"))
+    count, middle_s = len(requests), border.time_s
+    prefill = Phase("prefill" if tokens <= count else "mixed", begin_s, middle_s, count, tokens_in, cached, tokens)
+    return [prefill] + [Phase("decode", middle_s, steps[-1].time_s, count, 0, 0, more)] * (more > 0)

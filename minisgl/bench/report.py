@@ -1,103 +1,164 @@
-"""What was measured, as a table and as JSON.
+"""A run as tables on a terminal, with the formulas of its figures and what speaks against them."""
 
-The JSON object has
-
-* `format`: 1; `date`: UTC, ISO 8601; `mode`: `throughput` or `latency`;
-* `versions`: of python, minisgl, torch and the kernel libraries that are installed; `device`: what it calls itself;
-* `model`: its name; `shape`: what its config.json says; `engine`, `workload`, `sampling`: every option, `engine` with
-  all that was `auto` resolved;
-* `repetitions`: a list of the figures below, one object each; `median`: the median of each figure;
-* `no_bound`: why no figure has a bound, or null.
-
-Figures of throughput: `time_s`, the wall time of `LLM.generate`; `tokens_in`, of these `tokens_cached` found in the
-prefix cache, and `tokens_out`; `output_tokens_per_s` = tokens_out / time_s; `total_tokens_per_s` = (tokens_in +
-tokens_out) / time_s; `steps` of the engine; `mean_batch` = tokens_out / steps, the requests that a step brought a
-token; `retractions`; `bound_s`, the least time by `roofline`, and `bound_share` = bound_s / time_s.
-
-Figures of latency: `ttft_s`, from asking for an answer to a prompt of `ttft_tokens_in` tokens until the host knows its
-first token; `decode_s`, of another request with `tokens_in` and `tokens_out` tokens, from its first token to its last;
-`output_tokens_per_s` = (tokens_out - 1) / decode_s; `bound_s` and `bound_share` of decode_s, `ttft_bound_s` and
-`ttft_bound_share` of ttft_s.
-"""
-
-import platform
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from types import MappingProxyType
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minisgl import __version__
-from minisgl.bench.machine import installed
-
-FORMAT = 1
-PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4")
+from minisgl.bench import metrics, nvml
+from minisgl.bench.figures import digits, label, pass_figures, phase_figures, roofline_of
+from minisgl.bench.load import parse_slo
+from minisgl.bench.metrics import FORMULAS, LATENCIES, SPREAD, failed
+from minisgl.bench.record import Pass, Run
 
 Figures = Mapping[str, float]
+Columns = Mapping[str, tuple[str, float, str]]
 
-COLUMNS: Mapping[str, tuple[str, float, str]] = MappingProxyType(
-    {
-        "output_tokens_per_s": ("output tok/s", 1, ",.1f"),
-        "bound_share": ("of bound", 1, ".1%"),
-        "total_tokens_per_s": ("total tok/s", 1, ",.1f"),
-        "time_s": ("time s", 1, ".3f"),
-        "steps": ("steps", 1, ",.0f"),
-        "mean_batch": ("mean batch", 1, ".1f"),
-        "tokens_in": ("in", 1, ",.0f"),
-        "tokens_cached": ("cached", 1, ",.0f"),
-        "tokens_out": ("out", 1, ",.0f"),
-        "ttft_s": ("TTFT ms", 1e3, ".2f"),
-        "ttft_bound_share": ("of bound", 1, ".1%"),
-        "ttft_tokens_in": ("TTFT in", 1, ",.0f"),
-    }
-)
-"""The figures of the table, where they are there: heading, factor to its unit, format."""
+THROUGHPUT: Columns = {
+    "output_tokens_per_s": ("output tok/s", 1, ",.1f"),
+    "bound_share": ("of bound", 1, ".1%"),
+    "total_tokens_per_s": ("total tok/s", 1, ",.1f"),
+    "duration_s": ("time s", 1, ".3f"),
+    "steps": ("steps", 1, ",.0f"),
+    "mean_batch": ("mean batch", 1, ".1f"),
+    "tokens_in": ("in", 1, ",.0f"),
+    "tokens_cached": ("cached", 1, ",.0f"),
+    "tokens_out": ("out", 1, ",.0f"),
+}
+ONLINE: Columns = {
+    "requests_per_s": ("req/s", 1, ".2f"),
+    "output_tokens_per_s": ("output tok/s", 1, ",.1f"),
+    "ttft_s.median": ("TTFT ms", 1e3, ",.1f"),
+    "ttft_s.p99": ("p99", 1e3, ",.1f"),
+    "tpot_s.median": ("TPOT ms", 1e3, ",.2f"),
+    "tpot_s.p99": ("p99", 1e3, ",.2f"),
+    "e2e_s.median": ("E2E s", 1, ",.2f"),
+    "goodput_per_s": ("goodput", 1, ".2f"),
+    "slo_share": ("in SLO", 1, ".1%"),
+    "cache_hit_rate": ("cached", 1, ".1%"),
+    "joules_per_token": ("J/token", 1, ".3f"),
+    "failed": ("failed", 1, ".0f"),
+}
+"""Figures of a table, where they are there: heading, factor to its unit, format."""
+GPU = {"sm_mhz": ("{:,.0f} MHz", 1), "utilization": ("{:.0%} busy", 1), "temperature_c": ("at most {:.0f} °C", 1)}
+GPU |= {"used_bytes": ("at most {:.1f} GB", 1e9)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """A finished benchmark; the module's docstring says what each figure is."""
+def show(run: Run, console: Console) -> None:
+    """Print what was measured, how each figure is computed, and what would mislead silently."""
+    dtype = f" in {run.engine['dtype']}" if run.engine else ""
+    devices = f"{run.devices} × {run.device}" if run.devices > 1 else run.device
+    figures = [pass_figures(run, part) for part in run.passes]
+    title = f"{run.mode} of {run.model}{dtype} on {devices}"
+    console.print(title, *_tables(run, figures), *_notes(run, figures), sep="\n", markup=False, highlight=False)
 
-    mode: Literal["throughput", "latency"]
-    model: str
-    device: str
-    engine: dict[str, Any]
-    workload: dict[str, Any]
-    sampling: dict[str, Any]
-    shape: dict[str, Any]
-    repetitions: Sequence[Figures]
-    no_bound: str | None
 
-    @property
-    def median(self) -> Figures:
-        """Of each figure, its median over the repetitions."""
-        return {name: statistics.median(each[name] for each in self.repetitions) for name in self.repetitions[0]}
+def _tables(run: Run, figures: Sequence[Figures]) -> Iterator[Table]:
+    """Those that fit the mode."""
+    if run.mode == "throughput":
+        yield _totals(run, figures, THROUGHPUT)
+    elif run.mode == "online":
+        yield _totals(run, figures, ONLINE)
+        for part, each in zip(run.passes, figures, strict=True):
+            yield _spreads(part, each)
+    if any(part.phases for part in run.passes):
+        yield _phases(run, figures)
 
-    def as_json(self) -> dict[str, Any]:
-        """The JSON object that the module's docstring describes."""
-        versions = {"python": platform.python_version(), "minisgl": __version__}
-        versions |= {name: found for name in PACKAGES if (found := installed(name))}
-        head = {"format": FORMAT, "date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions}
-        return {**head, **asdict(self), "median": self.median}
 
-    def show(self, console: Console) -> None:
-        """Print each repetition and the median as a table, and what the figures alone do not say."""
-        shown = {name: column for name, column in COLUMNS.items() if name in self.median}
-        table = Table("run", box=box.SIMPLE_HEAD, padding=0)  # fits 80 columns
-        for heading, *_ in shown.values():
-            table.add_column(heading, justify="right")
-        rows = [*((str(n), each) for n, each in enumerate(self.repetitions, start=1)), ("median", self.median)]
-        for name, figures in rows:
-            values = (format(figures[key] * factor, layout) for key, (_, factor, layout) in shown.items())
-            bold = "bold" if name == "median" else ""
-            table.add_row(name, *values, style=bold, end_section=name == str(len(self.repetitions)))
-        notes = [f"no bound: {self.no_bound}"] if self.no_bound else []
-        if retractions := sum(each.get("retractions", 0) for each in self.repetitions):
-            notes.append(f"{retractions:.0f} retractions: the KV pool is too small for these requests")
-        title = f"{self.mode} of {self.model} in {self.engine['dtype']} on {self.device}"
-        console.print(title, table, *notes, sep="\n", markup=False, highlight=False)
+def _notes(run: Run, figures: Sequence[Figures]) -> Iterator[str]:
+    """Formulas, doubts, failures, and why something is not known."""
+    for part, each in zip(run.passes, figures, strict=True):
+        found = [*(metrics.doubts(part) if run.mode == "online" else ()), *nvml.doubts(part.samples)]
+        yield from (f"SUSPECT {part.name}: {doubt}" for doubt in found)
+        if bad := failed(part.requests):
+            yield f"FAILED {part.name}: {len(bad)} of {len(part.requests)} requests, the first: {bad[0].error}"
+        if part.interrupted:
+            yield f"{part.name}: interrupted, {each['unfinished']:.0f} requests had not ended"
+        if each.get("retractions"):
+            yield f"{part.name}: {each['retractions']:.0f} retractions: the KV pool is too small for these requests"
+        if "client_lag_s" in each:
+            yield f"{part.name}: client lag {each['client_lag_s'] * 1e3:.1f} ms (p99)"
+        if "joules" in each:
+            yield f"{part.name}: {_energy(each)}"
+        gpu = [text.format(each[name] / unit) for name, (text, unit) in GPU.items() if name in each]
+        yield from [f"{part.name}: GPU {', '.join(gpu)}"] if gpu else []
+    if run.load.get("find_max"):
+        rate = metrics.highest_rate(run.passes, parse_slo(run.load["slo"]), run.load["slo_share"])
+        yield "no rate keeps the slo" if rate is None else f"the highest rate that keeps the slo: {rate:.3g} req/s"
+    if run.no_nvml:
+        yield f"no power, energy and clocks: {run.no_nvml}"
+    roof = roofline_of(run)
+    if isinstance(roof, str) and run.mode != "online":
+        yield f"no bound: {roof}"
+    elif not isinstance(roof, str):
+        rates = f"{digits(roof.ceilings.bytes_per_s / 1e9)} GB/s, {digits(roof.ceilings.flops_per_s / 1e12)} TFLOP/s"
+        yield f"ceilings: {rates}, {roof.ceilings.source}"
+    if run.mode == "online":
+        shown = {name.partition(".")[0] for each in figures for name in each}
+        yield from (text for name, text in FORMULAS.items() if name in shown)
+
+
+def _energy(figures: Figures) -> str:
+    agrees = figures.get("counter_per_power")
+    source = f"counter, {agrees:.3f} of power × time" if agrees else "power × time, for there is no counter"
+    token = f", {figures['joules_per_token']:.4f} J per output token" if "joules_per_token" in figures else ""
+    return f"{figures['joules']:,.0f} J{token}, {figures['mean_power_w']:,.0f} W ({source})"
+
+
+def _totals(run: Run, figures: Sequence[Figures], columns: Columns) -> Table:
+    shown = {name: column for name, column in columns.items() if any(name in each for each in figures)}
+    table = _table("load" if run.mode == "online" else "run", *(heading for heading, *_ in shown.values()))
+    rows = [(part.name, each) for part, each in zip(run.passes, figures, strict=True)]
+    if run.mode == "throughput":
+        whole = [each for part, each in zip(run.passes, figures, strict=True) if not part.interrupted]
+        known = {name: [each[name] for each in whole if name in each] for name in shown}
+        rows += [("median", {name: median(values) for name, values in known.items() if values})] if whole else []
+    for number, (name, each) in enumerate(rows, start=1):
+        values = (_text(each.get(key), factor, layout) for key, (_, factor, layout) in shown.items())
+        style, is_last = "bold" if name == "median" else "", number == len(run.passes)
+        table.add_row(name, *values, style=style, end_section=is_last)
+    return table
+
+
+def _spreads(part: Pass, figures: Figures) -> Table:
+    table = _table(f"{part.name}, ms", *SPREAD)
+    for name in LATENCIES:
+        values = [figures.get(f"{name}.{statistic}") for statistic in SPREAD]
+        if values[0] is not None:
+            table.add_row(label(name), *(_text(value, 1e3, ",.2f") for value in values))
+    return table
+
+
+def _phases(run: Run, figures: Sequence[Figures]) -> Table:
+    """Times and rates are medians of the repetitions."""
+    headings = ("phase", "time ms", "max", "tok/s", "bound by", "of bound", "GB/s", "TFLOP/s", "J/token")
+    table = _table("batch × prompt" if run.mode == "latency" else "run", *headings)
+    for part, each in zip(run.passes, figures, strict=True):
+        for phase in phase_figures(run, part):
+            times_s, need = phase.times_s, phase.need
+            table.add_row(
+                part.name,
+                phase.name,
+                digits(median(times_s) * 1e3),
+                digits(max(times_s) * 1e3),
+                digits(phase.tokens_per_s),
+                need.bound_by if need else "–",
+                _text(each.get(f"{phase.name}.bound_share"), 1, ".1%"),
+                digits(each[f"{phase.name}.bytes_per_s"] / 1e9) if need else "–",
+                digits(each[f"{phase.name}.flops_per_s"] / 1e12) if need else "–",
+                digits(phase.joules_per_token) if phase.joules_per_token else "–",
+            )
+    return table
+
+
+def _table(first: str, *headings: str) -> Table:
+    table = Table(first, box=box.SIMPLE_HEAD, padding=0)  # fits 80 columns
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _text(value: float | None, factor: float, layout: str) -> str:
+    return "–" if value is None else format(value * factor, layout)

@@ -7,46 +7,63 @@ and V vocabulary:
   for each token that is drawn. The embedding table of a model whose head is not tied to it is not counted: of that
   a token reads one row. Norms and biases are too small to count.
 * Prefill of a prompt of N tokens: `2 · body · N + 2 · head` FLOPs, and causal attention, `4 L H D · N (N + 1) / 2`; all
-  prompts together at the matmul ceiling, or one reading of the weights if that takes longer. It brings each
-  request's first token.
+  prompts together at the matmul ceiling, or one reading of the weights if that takes longer. Of a prompt whose first
+  C tokens are in the prefix cache, what those take is not counted. It brings each request's first token.
 * Decode: all requests run together from the start, each until its answer is complete, so the batch shrinks. A step
   takes the longer of reading body and head once and of multiplying by them, `2 (body + head)` FLOPs a request; then
   the keys and values of every running request, the new token's included, are read: `2 L K D` elements a token. The
   FLOPs of attention hide behind that reading.
 
-Nothing of it overlaps, and nothing is left out of it by a prefix cache. An engine that computes prompts in the steps
+Nothing of it overlaps. An engine that computes prompts in the steps
 that read keys and values can do better than this bound; a limit on running requests below their number makes the
 true one worse. Several GPUs have the sum of their ceilings: what they tell each other is not counted.
+
+What a phase is bound by is where most of its least time goes: reading, or computing. Attained are the bytes and FLOPs
+counted here over the time that it took, and the share, its least time over that.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import Literal
 
+from minisgl.bench.record import Ceilings
 from minisgl.source.model_config import ModelConfig
 
-ELEMENT_BYTES = 2
-"""Of the types that the ceilings hold for, bfloat16 and float16."""
+ELEMENT_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
-class Ceiling:
-    """What a device reaches at best."""
+class Need:
+    """What work needs at least: FLOPs, bytes, and the seconds in which each of them is what is waited for."""
 
-    bytes_per_s: float  # memory
-    flops_per_s: float  # matrix products of bfloat16 or float16, back to back
+    flops: float = 0.0
+    bytes: float = 0.0
+    compute_s: float = 0.0
+    memory_s: float = 0.0
 
+    def __add__(self, other: "Need") -> "Need":
+        return Need(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
 
-CEILINGS: Mapping[str, Ceiling] = MappingProxyType({"NVIDIA H200": Ceiling(4.3e12, 790e12)})
-"""Measured ones, by the name that the driver gives a device."""
+    def __mul__(self, share: float) -> "Need":
+        return Need(*(value * share for value in vars(self).values()))
+
+    @property
+    def least_s(self) -> float:
+        """The bound, in seconds."""
+        return self.compute_s + self.memory_s
+
+    @property
+    def bound_by(self) -> Literal["compute", "memory"]:
+        """Where most of that time goes."""
+        return "compute" if self.compute_s > self.memory_s else "memory"
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """A model on a device with known ceilings; every answer is in seconds."""
+    """A model on devices with known ceilings."""
 
     model: ModelConfig
-    ceiling: Ceiling
+    ceilings: Ceilings
     gpus: int = 1
 
     @property
@@ -61,46 +78,43 @@ class Roofline:
         """Weights of the matrix that makes logits."""
         return self.model.hidden_size * self.model.vocab_size
 
-    def prefill_s(self, prompt_lens: Sequence[int]) -> float:
-        """All prompts, up to the first token of each answer."""
+    def prefill(self, prompts: Sequence[tuple[int, int]]) -> Need:
+        """Prompts given as (length, cached tokens), up to the first token of each answer."""
         m = self.model
-        tokens, pairs = sum(prompt_lens), sum(n * (n + 1) // 2 for n in prompt_lens)
-        linear = 2 * (self.body * tokens + self.head * len(prompt_lens))
+        tokens = sum(length - cached for length, cached in prompts)
+        pairs = sum(length * (length + 1) // 2 - cached * (cached + 1) // 2 for length, cached in prompts)
+        linear = 2 * (self.body * tokens + self.head * len(prompts))
         attention = 4 * m.num_layers * m.num_heads * m.head_size * pairs
-        return max(self._weights_s(), self._flops_s(linear + attention))
+        return self._beside(linear + attention, self._weight_bytes)
 
-    def decode_step_s(self, requests: int, context_tokens: int) -> float:
+    def decode_step(self, requests: int, context_tokens: int) -> Need:
         """A step of so many requests whose contexts, the new tokens included, are that long in sum."""
         m = self.model
-        kv_bytes = 2 * m.num_layers * m.num_kv_heads * m.head_size * ELEMENT_BYTES * context_tokens
-        linear_s = max(self._weights_s(), self._flops_s(2 * (self.body + self.head) * requests))
-        return linear_s + self._bytes_s(kv_bytes)
+        kv_bytes = 2 * m.num_layers * m.num_kv_heads * m.head_size * self._element_bytes * context_tokens
+        linear = self._beside(2 * (self.body + self.head) * requests, self._weight_bytes)
+        return linear + Need(bytes=kv_bytes, memory_s=kv_bytes / (self.ceilings.bytes_per_s * self.gpus))
 
-    def decode_s(self, lengths: Iterable[tuple[int, int]]) -> float:
+    def decode(self, lengths: Iterable[tuple[int, int]]) -> Need:
         """Every token after the first, of requests given as (prompt length, answer length)."""
         running = sorted(lengths, key=lambda each: each[1], reverse=True)
         prompt_tokens = sum(prompt for prompt, _ in running)
-        total = 0.0
+        total = Need()
         for step in range(1, running[0][1]):
             while running[-1][1] <= step:
                 prompt_tokens -= running.pop()[0]
-            total += self.decode_step_s(len(running), prompt_tokens + step * len(running))
+            total += self.decode_step(len(running), prompt_tokens + step * len(running))
         return total
 
-    def _weights_s(self) -> float:
-        return self._bytes_s((self.body + self.head) * ELEMENT_BYTES)
+    @property
+    def _element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.ceilings.dtype]
 
-    def _bytes_s(self, count: float) -> float:
-        return count / (self.ceiling.bytes_per_s * self.gpus)
+    @property
+    def _weight_bytes(self) -> int:
+        return (self.body + self.head) * self._element_bytes
 
-    def _flops_s(self, count: float) -> float:
-        return count / (self.ceiling.flops_per_s * self.gpus)
-
-
-def roofline(model: ModelConfig, dtype: str, device: str, gpus: int = 1) -> Roofline | str:
-    """The bound of a model on a device, by its name; or why there is none."""
-    if device not in CEILINGS:
-        return f"the ceilings of {device} are not known; known: {', '.join(CEILINGS)}"
-    if dtype not in ("bfloat16", "float16"):
-        return f"the ceilings of {device} are known for bfloat16 and float16, not for {dtype}"
-    return Roofline(model, CEILINGS[device], gpus)
+    def _beside(self, flops: float, count_bytes: float) -> Need:
+        """Computing and reading at the same time: the longer of the two is what is waited for."""
+        compute_s = flops / (self.ceilings.flops_per_s * self.gpus)
+        memory_s = count_bytes / (self.ceilings.bytes_per_s * self.gpus)
+        return Need(flops, count_bytes, *((compute_s, 0.0) if compute_s > memory_s else (0.0, memory_s)))

@@ -63,7 +63,9 @@ def test_lines_of_stdin_are_answered_in_order_as_json():
     done = subprocess.run(args, input=text, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0
     france, germany = map(json.loads, done.stdout.splitlines())
-    assert france["prompt"] == "What is the capital of France?" and germany["prompt"] == "What is the capital of Germany?"
+    assert (
+        france["prompt"] == "What is the capital of France?" and germany["prompt"] == "What is the capital of Germany?"
+    )
     for result, city in ((france, "Paris"), (germany, "Berlin")):
         assert [answer["index"] for answer in result["outputs"]] == [0, 1]
         assert all(city in answer["text"] for answer in result["outputs"])
