@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,16 +39,17 @@ def command(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    (tmp_path / "t").mkdir()
-    return {**ENVIRONMENT, "TMPDIR": str(tmp_path / "t")}
+def environment() -> Iterator[dict[str, str]]:
+    """With a folder for what is temporary whose path is short: there will be a socket in it."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        yield {**ENVIRONMENT, "TMPDIR": folder}
 
 
-def servers(tmp_path: Path) -> Iterator[int]:
-    """Processes that were given a file in the run's folder for what is temporary."""
+def servers(environment: dict[str, str]) -> Iterator[int]:
+    """Processes that were given a file in the folder for what is temporary."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if str(tmp_path / "t").encode() in (process / "cmdline").read_bytes():
+            if environment["TMPDIR"].encode() in (process / "cmdline").read_bytes():
                 yield int(process.name)
         except OSError:
             continue
@@ -64,18 +66,18 @@ def test_it_measures_a_server_of_its_own_and_ends_it(command: list[str], environ
     (part,) = run.passes
     assert totals(part)["tokens_out"] == 48 and part.counters["steps"] >= 8
     assert all(request.events and request.finish_reason == "length" for request in part.requests)
-    assert list(servers(tmp_path)) == list((tmp_path / "t").iterdir()) == []
+    assert list(servers(environment)) == list(Path(environment["TMPDIR"]).iterdir()) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_its_server_ends_with_it_however_it_ends(
-    number: int, code: int, command: list[str], environment: dict[str, str], tmp_path: Path
+    number: int, code: int, command: list[str], environment: dict[str, str]
 ):
     flags = ["--concurrency", "1", "--requests", "1000", "--output-len", "200"]
     with subprocess.Popen([*command, *flags], env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         assert any("1: 1 at once" in line for line in process.stderr)
-        assert list(servers(tmp_path))
+        assert list(servers(environment))
         os.kill(process.pid, number)
         assert process.wait(PATIENCE_S) == code
-    wait_for(lambda: not list(servers(tmp_path)), "the server's end")
+    wait_for(lambda: not list(servers(environment)), "the server's end")
