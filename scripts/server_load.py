@@ -12,20 +12,15 @@ bench --config CONFIG`. Every answer's length is checked.
 import argparse
 import asyncio
 import json
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 import tomllib
-import urllib.request
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from minisgl.bench.own_server import write_word_tokenizer
+from minisgl.bench.own_server import own_server
 from minisgl.bench.workload import DEFAULT_REPEAT, WARM_UP, Job, WorkloadConfig, throughput_jobs
+from minisgl.config import EngineConfig
 
 
 class Stream(asyncio.Protocol):
@@ -68,42 +63,24 @@ async def run(port: int, jobs: list[Job], sampling: dict[str, Any]) -> tuple[flo
     return seconds, sum(counts)
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
-    """Until /health says so, or the server ends."""
-    while process.poll() is None:
-        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            if answer.status == 200:
-                return
-        time.sleep(0.5)
-    sys.exit("the server has ended")
-
-
 def main() -> None:
     """Start, measure, stop."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--frontends", type=int, default=4)
-    parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--cpu", action="store_true", help="to try the script where there is no GPU")
     asked = parser.parse_args()
     table = tomllib.loads(asked.config.read_text())
     engine = table["engine"] | ({"device": "cpu"} if asked.cpu else {})
     workload = WorkloadConfig(**table["workload"])
     sampling = dict(table.get("sampling", {}))
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(asked.config.parent / engine.pop("model") / "config.json", folder)
-        write_word_tokenizer(Path(folder))
-        flags = [word for name, value in engine.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        command = [sys.executable, "-m", "minisgl", "serve", "--model", folder, "--port", str(asked.port)]
-        with subprocess.Popen([*command, "--frontends", str(asked.frontends), *flags], env=os.environ) as server:
-            try:
-                wait_until_ready(server, asked.port)
-                for repetition in (WARM_UP, *range(workload.repeat or DEFAULT_REPEAT)):
-                    seconds, tokens = asyncio.run(run(asked.port, throughput_jobs(workload, repetition), sampling))
-                    print(f"{'warm-up' if repetition == WARM_UP else repetition + 1}: {tokens} tokens, "
-                          f"{seconds:.3f} s, {tokens / seconds:,.1f} output tok/s", flush=True)  # fmt: skip
-            finally:
-                server.terminate()
+    model = str(asked.config.parent / engine.pop("model"))
+    with own_server(EngineConfig(model=model, **engine), asked.frontends, print) as url:
+        port = int(url.rpartition(":")[2])
+        for repetition in (WARM_UP, *range(workload.repeat or DEFAULT_REPEAT)):
+            seconds, tokens = asyncio.run(run(port, throughput_jobs(workload, repetition), sampling))
+            print(f"{'warm-up' if repetition == WARM_UP else repetition + 1}: {tokens} tokens, "
+                  f"{seconds:.3f} s, {tokens / seconds:,.1f} output tok/s", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

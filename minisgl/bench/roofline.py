@@ -14,9 +14,9 @@ and V vocabulary:
   the keys and values of every running request, the new token's included, are read: `2 L K D` elements a token. The
   FLOPs of attention hide behind that reading.
 
-Nothing of it overlaps. An engine that computes prompts in the steps
-that read keys and values can do better than this bound; a limit on running requests below their number makes the
-true one worse. Several GPUs have the sum of their ceilings: what they tell each other is not counted.
+Nothing of it overlaps. An engine that computes prompts in the steps that read keys and values can do better than this
+bound; a limit on running requests below their number makes the true one worse. Several GPUs have the sum of their
+ceilings: what they tell each other is not counted.
 
 What a phase is bound by is where most of its least time goes: reading, or computing. Attained are the bytes and FLOPs
 counted here over the time that it took, and the share, its least time over that.

@@ -15,8 +15,7 @@ from queue import Queue
 from typing import Any
 
 import msgspec
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from made_tokenizers import trained
 
 from minisgl.server.config import ServerConfig
 from minisgl.server.messages import Control, EngineFacts, FrontendSettings, Report
@@ -38,16 +37,7 @@ CORPUS = [
 
 def write_model(folder: Path) -> Path:
     """A folder with a byte-level tokenizer of 400 tokens, some of several bytes, and a chat template."""
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-    )
-    backend.train_from_iterator(CORPUS, trainer)
+    backend = trained(CORPUS, ["<|im_start|>", "<|im_end|>"])
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE}))
     return folder

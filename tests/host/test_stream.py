@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_tokenizers import trained
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from minisgl.tokenizer.stream import StreamDecoder
@@ -28,16 +29,7 @@ TEXTS = [
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|end|>"],
-    )
-    backend.train_from_iterator(CORPUS, trainer)
+    backend = trained(CORPUS, ["<|end|>"])
     # Written as themselves, though some of their characters have another meaning in a byte-level vocabulary.
     backend.add_tokens(["<tool call>", "café", "Ġ世界"])
     return backend

@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from made_tokenizers import bytes_alone
 from tokenizers import decoders, models, pre_tokenizers
 
 from minisgl import LLM, SamplingParams
@@ -24,12 +25,7 @@ def folder(tiny_model, tmp_path_factory):
     made = tmp_path_factory.mktemp("letters")
     for file in tiny_model("LlamaForCausalLM").iterdir():
         (made / file.name).write_bytes(file.read_bytes())
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<s>": 257, "</s>": 258}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(made / "tokenizer.json"))
+    bytes_alone().save(str(made / "tokenizer.json"))
     template = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}{% endfor %}"
     (made / "chat_template.jinja").write_text(template)
     return made

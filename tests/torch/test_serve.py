@@ -17,11 +17,10 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
-import tokenizers
+from made_tokenizers import bytes_alone
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from server_process import PATIENCE_S, ROOT, ServerProcess, free_port, wait_for
-from tokenizers import decoders, models, pre_tokenizers
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -39,12 +38,7 @@ def folder(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp(NAME)
     for file in tiny_model("LlamaForCausalLM", max_position_embeddings=60_000).iterdir():
         (made / file.name).write_bytes(file.read_bytes())
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<s>": 257, "</s>": 258}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(made / "tokenizer.json"))
+    bytes_alone().save(str(made / "tokenizer.json"))
     (made / "chat_template.jinja").write_text(TEMPLATE)
     return made
 
