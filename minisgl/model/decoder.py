@@ -10,16 +10,8 @@ from torch import Tensor, nn
 from minisgl.attention import base
 from minisgl.kernels.one_row import project
 from minisgl.kernels.rotary import Rotation, rotate_and_store
-from minisgl.model.layers import (
-    Embedding,
-    FusedLinear,
-    Linear,
-    RMSNorm,
-    can_pack,
-    normed_projection,
-    packed,
-    packed_linear,
-)
+from minisgl.model.layers import Embedding, FusedLinear, Linear, RMSNorm, normed_projection
+from minisgl.model.packed import PackedWeight, can_pack
 from minisgl.model.rope import rope_table
 from minisgl.source.model_config import ModelConfig
 
@@ -34,7 +26,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype, device) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.lm_head = None
-        self._packed_head: Tensor | None = None
+        self._packed_head: PackedWeight | None = None
         if not config.tied_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device, bias=False)
         self.cos_sin = rope_table(config.rope, config.head_size, config.max_position, device)  # [max_position, D]
@@ -60,7 +52,7 @@ class Decoder(nn.Module):
         if self.lm_head is not None:
             return self.lm_head(hidden)
         if self._packed_head is not None:
-            return packed_linear(hidden, self._packed_head, None)
+            return self._packed_head.linear(hidden, None)
         return F.linear(hidden, self.embed_tokens.weight)  # [S, V]
 
     def pack(self) -> None:
@@ -71,7 +63,7 @@ class Decoder(nn.Module):
             if isinstance(module, Linear):
                 module.pack()
         if self.lm_head is None:
-            self._packed_head = packed(self.embed_tokens.weight)  # beside the one that is looked up in
+            self._packed_head = PackedWeight(self.embed_tokens.weight)  # beside the one that is looked up in
 
 
 class DecoderLayer(nn.Module):

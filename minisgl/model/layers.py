@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from minisgl.kernels.activation import silu_and_mul
 from minisgl.kernels.norm import add_rms_norm, rms_norm
 from minisgl.kernels.one_row import project
+from minisgl.model.packed import PackedWeight
 
 
 class Linear(nn.Module):
@@ -21,17 +22,17 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = _unset((out_size, in_size), dtype, device)
         self.bias = _unset((out_size,), dtype, device) if bias else None
-        self._packed: Tensor | None = None
+        self._packed: PackedWeight | None = None
 
     def pack(self) -> None:
-        """Give up the plain weight for the layout that oneDNN computes with, once it is loaded; see `packed`."""
-        self._packed = packed(self.weight)
+        """Give up the plain weight, once it is loaded, for what a CPU computes with."""
+        self._packed = PackedWeight(self.weight)
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
         if self._packed is not None:
-            return packed_linear(x, self._packed, self.bias)
+            return self._packed.linear(x, self.bias)
         if x.is_cuda and len(x) == 1:
             return project(x, self.weight, self.bias)[1]
         return F.linear(x, self.weight, self.bias)
@@ -89,24 +90,6 @@ def normed_projection(
     total, normed = norm(x, delta)
     y = linear(normed)
     return total, silu_and_mul(y) if gated else y
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether packing pays: for bfloat16 on a CPU, where each call would lay the weight out anew."""
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
-
-
-def packed(weight: Tensor) -> Tensor:
-    """A [out, in] weight in oneDNN's layout for few rows; only `packed_linear` can read it.
-
-    Asked for a single row, oneDNN takes blocks of 64 outputs instead of 32: too few to share evenly between cores.
-    """
-    return torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-
-
-def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[T, in] to [T, out] with a weight from `packed`."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def _unset(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
