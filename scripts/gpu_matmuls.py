@@ -2,8 +2,8 @@
 
     python scripts/gpu_matmuls.py MODEL [--rows 8 64 256]
 
-MODEL is a folder with a config.json. Each figure is µs of one matmul: the median of ten replays of a CUDA graph of ten
-layers' matmuls, whose weights do not fit the L2 cache together.
+MODEL is a folder with a config.json. Each figure is µs of one matmul: the median of ten replays of a CUDA graph that
+goes through so many matrices of its shape that the L2 cache cannot hold them.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minisgl.source.model_config import ModelConfig, read_model_config
 
-LAYERS, REPLAYS = 10, 10
+MATRICES_BYTES, REPLAYS = 256 << 20, 10
 
 
 def shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -62,8 +62,8 @@ def main() -> None:
     for library in ("cublas", "cublaslt"):
         torch.backends.cuda.preferred_blas_library(library)
         table: dict[int, list[float]] = {rows: [] for rows in asked.rows}
-        for name, shape in parts.items():
-            copies = 1 if name == "lm_head" else LAYERS
+        for shape in parts.values():
+            copies = 1 + MATRICES_BYTES // (2 * shape[0] * shape[1])
             weights = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.02 for _ in range(copies)]
             for rows, times in table.items():
                 times.append(microseconds(weights, rows))
