@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from minisgl.bench.doctor import examine
+from minisgl.doctor.checks import examine
 
 COLORS = {"ok": "green", "warn": "yellow", "broken": "red"}
 

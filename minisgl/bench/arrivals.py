@@ -26,12 +26,6 @@ def arrival_times(kind: Arrivals, count: int, rate: float, burstiness: float, se
     return _from_zero([rng.gammavariate(burstiness, 1.0) for _ in range(count)], (count - 1) / rate)
 
 
-def trace_times(times_s: Sequence[float], speed: float) -> list[float]:
-    """Those of a trace, from its first request on; at speed 2 in half the time."""
-    begin_s = min(times_s)
-    return [(time_s - begin_s) / speed for time_s in times_s]
-
-
 def _from_zero(gaps: Sequence[float], span: float) -> list[float]:
     """The times that these gaps make, the first gap left out, stretched so that the last is at `span`."""
     times = list(accumulate(gaps[1:], initial=0.0))

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from minisgl.bench.machine import cores
 from minisgl.bench.record import Ceilings
+from minisgl.doctor.machine import cores
 from minisgl.source.cache_folder import cache_folder, make_once, silent
 
 

@@ -1,35 +1,29 @@
 """The load client: it sends requests when the load wants them, and notes when what came.
 
-An answer is a stream of server-sent events as OpenAI's API has it. Content is text, or the reasoning before it, or
-tokens that the server shows; an event that only names the role has none. All runs in one event loop, whose own delays
-are measured beside: what arrives while the loop is busy is noted late.
+All runs in one event loop, whose own delays are measured beside: what arrives while the loop is busy is noted late.
 """
 
 import asyncio
+import resource
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, Protocol
 
 import aiohttp
-import msgspec
 
-from minisgl.bench.record import Event, Lag, Pass, RequestRecord
+from minisgl.bench.answer import Answer, ServerFault
+from minisgl.bench.asking import Asking, Said
+from minisgl.bench.record import Lag, Pass, RequestRecord
 from minisgl.bench.workload import Job
 
 LAG_EVERY_S = 0.01
 CONNECT_S = 30.0
+QUESTION_S = 60.0
+"""How long the answer to a question may take that generates nothing."""
 IDLE_S = 2.0
 """How long a connection may wait for its next request: servers close it after a few seconds more, at any moment."""
-
-CONTENT = ("text", "content", "reasoning", "reasoning_content", "token_ids")
-"""Fields of a choice, or of its delta, that are part of the answer."""
-
-
-class ServerFault(Exception):
-    """The server refused a request, broke off, or was not there."""
 
 
 class Server(Protocol):
@@ -48,86 +42,41 @@ class HttpServer:
 
     async def answer(self, route: str, body: bytes) -> AsyncGenerator[bytes, None]:
         """See `Server`."""
+        async with self._response("POST", route, data=body) as response:
+            async for data in response.content.iter_any():
+                yield data
+
+    async def ask(self, route: str, body: bytes | None = None) -> bytes:
+        """The whole answer to a question, with a body by POST. Raises ServerFault."""
+        limits = aiohttp.ClientTimeout(total=QUESTION_S)
+        async with self._response("GET" if body is None else "POST", route, data=body, timeout=limits) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def _response(self, method: str, route: str, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response whose status is 200; any other, and what goes wrong while it is read, is a ServerFault."""
         try:
-            async with self._session.post(self._url + route, data=body) as response:
+            async with self._session.request(method, self._url + route, **options) as response:
                 if response.status != 200:
-                    raise ServerFault(f"{response.status}: {(await response.text())[:300]}")
-                async for data in response.content.iter_any():
-                    yield data
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                    text = (await response.content.read(300)).decode(errors="replace")
+                    raise ServerFault(f"{response.status}: {' '.join(text.split())}")
+                yield response
+        except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
             raise ServerFault(str(error) or type(error).__name__) from error
 
 
 @asynccontextmanager
-async def connect(url: str, headers: Mapping[str, str]) -> AsyncIterator[HttpServer]:
-    """A server at a URL, with as many connections as there are requests at once."""
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+async def connect(url: str, headers: Mapping[str, str], silence_s: float | None = None) -> AsyncIterator[HttpServer]:
+    """A server at a URL, with as many connections as there are requests at once.
+
+    An answer of which nothing comes for `silence_s` has failed.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=silence_s)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
     async with aiohttp.ClientSession(connector=connector, timeout=limits, headers=headers) as session:
         yield HttpServer(session, url)
-
-
-class Answer:
-    """One answer as its bytes come in: it fills a record, whose `completion_tokens` grow where the server tells."""
-
-    def __init__(self, record: RequestRecord) -> None:
-        self.record = record
-        self.token_ids: list[int] = []
-        self._rest, self._over = b"", False
-
-    def take(self, data: bytes, now_s: float) -> None:
-        """What came at that moment. Raises ServerFault for an error of the server's or what is no event."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for payload in (line[5:].strip() for line in lines if line.startswith(b"data:")):
-            try:
-                if payload == b"[DONE]":
-                    self._over = True
-                else:
-                    self._note(msgspec.json.decode(payload), now_s)
-            except (msgspec.MsgspecError, AttributeError, TypeError) as error:
-                raise ServerFault(f"an event is not as OpenAI's API has it: {payload[:200]!r}") from error
-
-    def _note(self, chunk: dict[str, Any], now_s: float) -> None:
-        record, tokens, has_content = self.record, None, False
-        if error := chunk.get("error"):
-            raise ServerFault(str(error.get("message") if isinstance(error, dict) else error))
-        if usage := chunk.get("usage"):
-            before, record.completion_tokens = record.completion_tokens or 0, usage["completion_tokens"]
-            record.prompt_tokens = usage.get("prompt_tokens")
-            record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", record.cached_tokens)
-            tokens = usage["completion_tokens"] - before
-        for choice in chunk.get("choices") or ():
-            fields = choice | (choice.get("delta") or {})
-            has_content |= any(fields.get(name) for name in CONTENT)
-            self.token_ids += choice.get("token_ids") or ()
-            record.finish_reason = choice.get("finish_reason") or record.finish_reason
-        if has_content:
-            record.events.append(Event(now_s, tokens))
-
-    def end(self) -> None:
-        """Nothing more comes. Raises ServerFault if that was not all, or is nothing."""
-        if not self._over and self.record.finish_reason is None:
-            raise ServerFault("the answer broke off")
-        if not self.record.events:
-            raise ServerFault("the answer has no content")
-
-
-@dataclass(frozen=True)
-class Asking:
-    """What all requests have in common."""
-
-    model: str
-    sampling: Mapping[str, Any]
-    counts_on: bool  # whether the server can count tokens in every event
-
-    def body(self, job: Job, prompt: Sequence[int]) -> bytes:
-        """The JSON of a request; it asks for token ids where the next turn of a conversation needs them."""
-        options = {"include_usage": True} | ({"continuous_usage_stats": True} if self.counts_on else {})
-        asked: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": options}
-        if job.body is not None:
-            return msgspec.json.encode(job.body | asked)
-        ids = {"return_token_ids": True} if job.later else {}
-        return msgspec.json.encode(asked | {"prompt": prompt, "max_tokens": job.output_len, **self.sampling} | ids)
 
 
 class Load:
@@ -147,7 +96,7 @@ class Load:
         turn comes. A conversation counts as one in `concurrency`; its next turn is sent when the answer before has
         ended. `told` is called at the end of every request.
         """
-        bodies = [self._asking.body(job, job.prompt) for job in jobs]  # now, not when the time counts
+        bodies = [self._asking.body(job, [job.prompt]) for job in jobs]  # now, not when the time counts
         times = repeat(None, len(jobs)) if times_s is None else times_s
         room = asyncio.Semaphore(concurrency or len(jobs))
         lag = asyncio.create_task(self._watch_lag(measured))
@@ -170,15 +119,16 @@ class Load:
 
     async def _converse(self, measured: Pass, job: Job, body: bytes, intended_s: float | None) -> None:
         """All turns, or those up to one that fails."""
-        answer = await self._ask(measured, job, body, intended_s)
-        prompt = list(job.prompt)
+        said: list[Said] = [job.prompt]
+        reply = await self._ask(measured, job, body, intended_s)
         for number, turn in enumerate(job.later, start=1):
-            if answer.record.error is None:
-                prompt += answer.token_ids + turn.prompt
+            if reply is not None:
+                said += [reply, turn.prompt]
                 turn = turn._replace(later=job.later[number:])
-                answer = await self._ask(measured, turn, self._asking.body(turn, prompt), None)
+                reply = await self._ask(measured, turn, self._asking.body(turn, said), None)
 
-    async def _ask(self, measured: Pass, job: Job, body: bytes, intended_s: float | None) -> Answer:
+    async def _ask(self, measured: Pass, job: Job, body: bytes, intended_s: float | None) -> Said | None:
+        """What the answer adds to a conversation that goes on; None where it failed."""
         sent_s = self._clock()
         ends_itself = job.body is not None or not self._asking.sampling.get("ignore_eos")
         record = RequestRecord(
@@ -187,19 +137,18 @@ class Load:
             asked_tokens=None if ends_itself else job.output_len,
         )
         measured.requests.append(record)
-        answer = Answer(record)
+        answer, reply = Answer(record), None
         try:
-            async with aclosing(self._server.answer(job.route, body)) as stream:
+            async with aclosing(self._server.answer(self._asking.route(job), body)) as stream:
                 async for data in stream:
                     answer.take(data, self._clock())
             answer.end()
-            if job.later and len(answer.token_ids) != record.completion_tokens:
-                raise ServerFault("the server shows no token ids, which the next turn of a conversation needs")
+            reply = self._asking.reply(answer) if job.later else ""
         except ServerFault as error:
             record.error = str(error)
         record.ended_s = self._clock()
         self._told()
-        return answer
+        return reply
 
     async def _watch_lag(self, measured: Pass) -> None:
         """At even distances, how late the loop notices that it is time; so a long stall counts as long as it is."""

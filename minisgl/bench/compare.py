@@ -2,14 +2,15 @@
 
 The change is B / A − 1 of a statistic over the values that were measured: of throughput and of phases over repetitions,
 of latencies over requests. Its interval holds 95 % of the changes between samples drawn, with replacement, from the
-values of each side (the percentile bootstrap; Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13). One
-value has no interval. A figure is worse, or better, where its change is above the tolerance and, if there is an
-interval, 0 is outside it.
+repetitions or the requests of each side (the percentile bootstrap; Efron and Tibshirani, An Introduction to the
+Bootstrap, chapter 13). What was measured once has no interval. A figure is worse, or better, where its change is above
+the tolerance and, if there is an interval, 0 is outside it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,26 +19,31 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minisgl.bench.figures import digits, label, pass_figures, phase_figures
-from minisgl.bench.metrics import latencies
+from minisgl.bench.figures import digits, doubts, label, pass_figures
+from minisgl.bench.metrics import failed, latencies, succeeded
 from minisgl.bench.record import Pass, Run, read
 
-RESAMPLES, AT_ONCE = 1000, 50
+RESAMPLES = 1000
 LEVEL = 0.95
 TOTALS = {"output_tokens_per_s": "output tok/s", "goodput_per_s": "goodput req/s", "joules_per_token": "J/token"}
 SHOWN = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 
-Statistic = Callable[..., Any]
-"""One number of many, along an axis."""
+Statistic = Callable[[np.ndarray], Any]
+"""One number of many."""
 P99: Statistic = partial(np.percentile, q=99)
 
 
 class Measure(NamedTuple):
-    """What was measured of a figure."""
+    """What was measured of a figure: values in groups that chance draws together, such as the gaps of one request."""
 
-    values: np.ndarray
+    groups: Sequence[Any]
     statistic: Statistic
-    more_is_better: bool
+    more_is_better: bool = False
+
+    @property
+    def value(self) -> float:
+        """The figure."""
+        return float(self.statistic(np.hstack(self.groups)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +70,7 @@ def differences(a: Run, b: Run, tolerance: float) -> list[Difference]:
 
 def unlike(a: Run, b: Run) -> Iterator[str]:
     """What else differs between two runs, for that may be why."""
-    for name in ("model", "device", "devices", "versions", "machine", "engine", "workload", "sampling"):
+    for name in ("model", "device", "devices", "versions", "machine", "engine", "workload", "load", "sampling"):
         one, other = getattr(a, name), getattr(b, name)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
@@ -75,8 +81,8 @@ def unlike(a: Run, b: Run) -> Iterator[str]:
 
 def compare_files(a: Path, b: Path, tolerance: float, console: Console) -> bool:
     """Print how much the figures of two files have changed, and what else differs; True if anything is worse."""
-    if tolerance < 0:
-        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
+    if not (isfinite(tolerance) and tolerance >= 0):
+        raise ValueError(f"tolerance must be a number of at least 0, got {tolerance}")
     before, after = read(a), read(b)
     found = differences(before, after, tolerance)
     table = Table("load", "figure", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -87,7 +93,9 @@ def compare_files(a: Path, b: Path, tolerance: float, console: Console) -> bool:
         style = {"worse": "red", "better": "green"}.get(each.verdict, "")
         values = (digits(each.a), digits(each.b), f"{each.change:+.1%}", interval, each.verdict)
         table.add_row(each.load, each.figure, *values, style=style)
-    notes = (f"differs: {note}" for note in unlike(before, after))
+    runs = {"A": before, "B": after}
+    notes = [f"{name}: {doubt}" for name, run in runs.items() for part in run.passes for doubt in doubts(run, part)]
+    notes += [f"differs: {note}" for note in unlike(before, after)]
     console.print(table, *notes, sep="\n", markup=False, highlight=False)
     return any(each.verdict == "worse" for each in found)
 
@@ -97,16 +105,25 @@ def _measures(run: Run) -> dict[tuple[str, str], Measure]:
     found: dict[tuple[str, str], Measure] = {}
     for load, passes in _by_load(run).items():
         measures: dict[str, Measure] = {}
-        for phase in (phase for part in passes for phase in phase_figures(run, part) if run.mode == "latency"):
-            measures[f"{phase.name} ms, median"] = Measure(np.array(phase.times_s) * 1e3, np.median, False)
-        for name, text in TOTALS.items() if run.mode != "latency" else ():
-            values = np.array([each[name] for part in passes if name in (each := pass_figures(run, part))])
-            measures[text] = Measure(values, np.mean, name != "joules_per_token")
-        for name in SHOWN if run.mode == "online" else ():
-            values = np.concatenate([latencies(part.requests)[name] for part in passes]) * 1e3
-            measures[f"{label(name)} ms, median"] = Measure(values, np.median, False)
-            measures[f"{label(name)} ms, p99"] = Measure(values, P99, False)
-        found |= {(load, figure): measure for figure, measure in measures.items() if len(measure.values)}
+        if run.mode == "latency":
+            phases = [phase for part in passes for phase in part.phases]
+            for name in dict.fromkeys(phase.name for phase in phases):
+                times_ms = [1e3 * (phase.ended_s - phase.began_s) for phase in phases if phase.name == name]
+                measures[f"{name} ms, median"] = Measure(times_ms, np.median)
+        else:
+            figures = [pass_figures(run, part) for part in passes]
+            for name, text in TOTALS.items():
+                values = [each[name] for each in figures if name in each]
+                measures[text] = Measure(values, np.mean, more_is_better=name != "joules_per_token")
+        if run.mode == "online":
+            requests = [request for part in passes for request in part.requests]
+            measures["failed, share"] = Measure([len(failed(requests)) / len(requests)] if requests else [], np.mean)
+            each_ms = [{name: 1e3 * values for name, values in latencies([r]).items()} for r in succeeded(requests)]
+            for name in SHOWN:
+                groups = [values[name] for values in each_ms if len(values[name])]
+                measures[f"{label(name)} ms, median"] = Measure(groups, np.median)
+                measures[f"{label(name)} ms, p99"] = Measure(groups, P99)
+        found |= {(load, figure): measure for figure, measure in measures.items() if len(measure.groups)}
     return found
 
 
@@ -118,22 +135,24 @@ def _by_load(run: Run) -> dict[str, list[Pass]]:
 
 
 def _difference(key: tuple[str, str], a: Measure, b: Measure, tolerance: float) -> Difference:
-    at_a, at_b = float(a.statistic(a.values)), float(b.statistic(b.values))
-    change = at_b / at_a - 1 if at_a else 0.0
-    interval = _interval(a, b) if len(a.values) > 1 and len(b.values) > 1 and at_a else None
+    change = b.value / a.value - 1 if a.value else inf if b.value else 0.0
+    bounds = interval(a, b) if len(a.groups) > 1 and len(b.groups) > 1 and a.value else None
     verdict: Literal["better", "worse", ""] = ""
-    if abs(change) > tolerance and (interval is None or not interval[0] <= 0 <= interval[1]):
+    if abs(change) > tolerance and (bounds is None or not bounds[0] <= 0 <= bounds[1]):
         verdict = "better" if (change > 0) == a.more_is_better else "worse"
-    return Difference(load=key[0], figure=key[1], a=at_a, b=at_b, change=change, interval=interval, verdict=verdict)
+    return Difference(load=key[0], figure=key[1], a=a.value, b=b.value, change=change, interval=bounds, verdict=verdict)
 
 
-def _interval(a: Measure, b: Measure) -> tuple[float, float]:
+def interval(a: Measure, b: Measure) -> tuple[float, float]:
+    """Of the change from a figure of several groups to another."""
     rng = np.random.default_rng(0)  # the same files, the same answer
 
     def drawn(each: Measure) -> np.ndarray:
-        count = len(each.values)
-        drawn = [each.values[rng.integers(count, size=(AT_ONCE, count))] for _ in range(RESAMPLES // AT_ONCE)]
-        return np.concatenate([each.statistic(one, axis=1) for one in drawn])
+        count, values = len(each.groups), np.hstack(each.groups)
+        group_of = np.repeat(np.arange(count), [np.size(group) for group in each.groups])
+        times = (np.bincount(rng.integers(count, size=count), minlength=count) for _ in range(RESAMPLES))
+        return np.array([each.statistic(np.repeat(values, often[group_of])) for often in times])
 
-    low, high = np.percentile(drawn(b) / drawn(a) - 1, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
+    of_a, of_b = drawn(a), drawn(b)
+    low, high = np.percentile(of_b[of_a > 0] / of_a[of_a > 0] - 1, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return float(low), float(high)

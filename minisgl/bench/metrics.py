@@ -7,6 +7,7 @@ error count, in latencies as in throughput.
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import inf
 from types import MappingProxyType
 
 import numpy as np
@@ -28,7 +29,7 @@ FORMULAS: Mapping[str, str] = MappingProxyType(
         "requests_per_s": "req/s = requests without an error / duration",
         "offered_per_s": "offered req/s = (requests − 1) / (last intended send − first)",
         "cache_hit_rate": "cache hits = Σ cached / Σ prompt tokens",
-        "goodput_per_s": "goodput = requests that keep the whole SLO / duration, TPOT being 0 where N ≤ 1",
+        "goodput_per_s": "goodput = requests that keep the SLO / duration, TPOT being 0 where N ≤ 1, ∞ if N is unknown",
         "slo_share": "in SLO = requests that keep the whole SLO / requests, failed ones included",
         "client_lag_s": "client lag = how late the client's event loop noticed moments 10 ms apart, p99",
     }
@@ -78,6 +79,12 @@ def of_request(request: RequestRecord) -> dict[str, float]:
     return values
 
 
+def keeps(request: RequestRecord, slo: Slo) -> bool:
+    """Whether a request that succeeded keeps every limit."""
+    values = {"tpot_s": inf if request.completion_tokens is None else 0.0} | of_request(request)
+    return all(values[f"{name}_s"] <= limit_s for name, limit_s in slo.items())
+
+
 def spread(values: np.ndarray) -> dict[str, float]:
     """Mean, median, percentiles (linear, as numpy's) and maximum; nothing of no values."""
     if not len(values):
@@ -88,7 +95,7 @@ def spread(values: np.ndarray) -> dict[str, float]:
 
 
 def totals(measured: Pass, slo: Slo | None = None) -> dict[str, float]:
-    """The figures of a pass that are one number; those that would divide by nothing are left out.
+    """The figures of a pass that are one number; those that are not known, or would divide by nothing, are left out.
 
     `completed`, `failed`, `unfinished` requests, `duration_s`, `tokens_in`, `tokens_cached`, `tokens_out`,
     `tokens_per_event`, and what `FORMULAS` has beside latencies.
@@ -97,43 +104,40 @@ def totals(measured: Pass, slo: Slo | None = None) -> dict[str, float]:
     good, bad = succeeded(requests), failed(requests)
     ends = [r.ended_s for r in requests if r.ended_s is not None] or [measured.began_s]
     duration_s = (measured.ended_s or max(ends)) - measured.began_s
-    tokens_in, tokens_cached, tokens_out = (
-        sum(getattr(r, name) or 0 for r in good) for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
-    )
     figures: dict[str, float] = {
         "completed": len(good),
         "failed": len(bad),
         "unfinished": len(requests) - len(good) - len(bad),
         "duration_s": duration_s,
-        "tokens_in": tokens_in,
-        "tokens_cached": tokens_cached,
-        "tokens_out": tokens_out,
     }
-    if tokens_in and any(r.cached_tokens is not None for r in good):
-        figures["cache_hit_rate"] = tokens_cached / tokens_in
-    if events := sum(len(r.events) for r in good):
-        figures["tokens_per_event"] = tokens_out / events
+    counts = {"tokens_in": "prompt_tokens", "tokens_cached": "cached_tokens", "tokens_out": "completion_tokens"}
+    for name, field in counts.items():
+        known = [count for r in good if (count := getattr(r, field)) is not None]
+        figures |= {name: sum(known)} if known or not good else {}
+    if figures.get("tokens_in") and "tokens_cached" in figures:
+        figures["cache_hit_rate"] = figures["tokens_cached"] / figures["tokens_in"]
+    if good and "tokens_out" in figures:
+        figures["tokens_per_event"] = figures["tokens_out"] / sum(len(r.events) for r in good)
     planned = [r.intended_s for r in requests]
     if _is_timed(measured) and len(planned) > 1 and max(planned) > min(planned):
         figures["offered_per_s"] = (len(planned) - 1) / (max(planned) - min(planned))
-    if duration_s > 0:
-        figures["requests_per_s"] = len(good) / duration_s
-        figures["output_tokens_per_s"] = tokens_out / duration_s
-        figures["total_tokens_per_s"] = (tokens_in + tokens_out) / duration_s
+    amounts: dict[str, float] = {"requests_per_s": len(good)}
+    if "tokens_out" in figures:
+        amounts["output_tokens_per_s"] = figures["tokens_out"]
+        if "tokens_in" in figures:
+            amounts["total_tokens_per_s"] = figures["tokens_in"] + figures["tokens_out"]
     if measured.lags:
         figures["client_lag_s"] = float(np.percentile([lag.lag_s for lag in measured.lags], 99))
     if slo and requests:
-        kept = sum(all(of_request(r).get(f"{name}_s", 0.0) <= limit_s for name, limit_s in slo.items()) for r in good)
-        figures["slo_share"] = kept / len(requests)
-        if duration_s > 0:
-            figures["goodput_per_s"] = kept / duration_s
-    return figures
+        amounts["goodput_per_s"] = sum(keeps(request, slo) for request in good)
+        figures["slo_share"] = amounts["goodput_per_s"] / len(requests)
+    return figures | ({name: amount / duration_s for name, amount in amounts.items()} if duration_s > 0 else {})
 
 
 def keeps_slo(measured: Pass, slo: Slo, share: float) -> bool:
-    """Whether so many of a pass's requests keep the SLO, and none failed."""
+    """Whether so many of a whole pass's requests keep the SLO, and none failed."""
     figures = totals(measured, slo)
-    return not figures["failed"] and figures.get("slo_share", 0.0) >= share
+    return not (measured.interrupted or figures["failed"]) and figures.get("slo_share", 0.0) >= share
 
 
 def highest_rate(passes: Sequence[Pass], slo: Slo, share: float) -> float | None:
@@ -156,7 +160,9 @@ def doubts(measured: Pass) -> list[str]:
         if delays and (late_s := float(np.percentile(delays, 99))) > LATE_S:
             found.append(f"the client could not keep up: requests left {late_s * 1e3:.0f} ms after their time (p99)")
     if unknown := sum(r.completion_tokens is None for r in good):
-        found.append(f"{unknown} answers came without usage: their tokens are not counted")
+        found.append(f"{unknown} of {len(good)} answers came without usage: their tokens are not counted")
     if other := sum(r.completion_tokens not in (None, r.asked_tokens) for r in good if r.asked_tokens):
-        found.append(f"{other} answers are shorter than was asked for")
+        found.append(f"{other} of {len(good)} answers are shorter than was asked for")
+    if whole := sum(len(r.events) == 1 and (r.completion_tokens or 0) > 1 for r in good):
+        found.append(f"{whole} of {len(good)} answers came in one piece: TTFT and TPOT are not of their tokens")
     return found

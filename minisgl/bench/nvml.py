@@ -132,10 +132,14 @@ def open_gpus(device: str, count: int) -> Gpus | str:
 
 
 class Sampler:
-    """A thread that reads the GPUs every `interval_s` while the `with` block runs; without GPUs it does nothing."""
+    """A thread that reads the GPUs every `interval_s` while the `with` block runs.
 
-    def __init__(self, gpus: Gpus | None, interval_s: float = INTERVAL_S) -> None:
-        self._gpus, self._interval_s = gpus, interval_s
+    It does nothing where there is only a reason why there are none: `missing`.
+    """
+
+    def __init__(self, gpus: Gpus | str | None, interval_s: float = INTERVAL_S) -> None:
+        self.missing, self._gpus = (gpus, None) if isinstance(gpus, str) else (None, gpus)
+        self._interval_s = interval_s
         self._samples: list[GpuSample] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="nvml")

@@ -8,19 +8,19 @@ decode with the last token. A prefill beside which other requests decoded alread
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from minisgl.bench import machine
 from minisgl.bench.ceilings import ceilings
 from minisgl.bench.nvml import Sampler, open_gpus
 from minisgl.bench.record import Event, Pass, Phase, RequestRecord, Run
 from minisgl.bench.workload import DEFAULT_REPEAT, WARM_UP, Job, Tokenize, WorkloadConfig, latency_jobs, throughput_jobs
 from minisgl.config import EngineConfig, SamplingParams
+from minisgl.doctor.machine import device_name
 from minisgl.source.cache_folder import Report
 
 if TYPE_CHECKING:
@@ -29,49 +29,39 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+PROGRESS_EVERY_S = 0.2
+"""So seldom that it costs a run nothing."""
+
 
 def measure(
     config: EngineConfig,
     workload: WorkloadConfig,
     sampling: SamplingParams,
-    loading: AbstractContextManager[Report],
+    progress: AbstractContextManager[Report],
     say: Say,
     finish: Callable[[Run], None],
 ) -> None:
     """Start an engine, measure as often as `workload.repeat` says, and give all to `finish`, also when it is stopped.
 
-    `loading` is entered while the model is loaded; `say` gets a line before the warm-up and after each repetition.
+    `progress` shows how far each is, `say` gets a line before the warm-up and after each repetition.
     ValueError, before anything is measured, for a workload that the engine cannot do as it stands.
     """
     sampling = complete(sampling)
     from minisgl.llm import LLM  # not before the options are known to be right: it brings torch
 
-    with loading as report:
-        llm = LLM.from_config(config, report)
-    with llm:
-        _check_fits(workload, llm)
-        run = _describe(llm, workload, sampling, say)
-        gpus = open_gpus(llm.config.device, llm.config.tp)
-        if isinstance(gpus, str):
-            run.no_nvml = gpus
-        try:
-            with Sampler(None if isinstance(gpus, str) else gpus) as sampler:
-                _all(llm, workload, sampling, sampler, run, say)
-        finally:
-            if run.passes:
-                finish(run)
-
-
-def device_name(device: str) -> str:
-    """What the processor or the GPU calls itself; GPUs that NVML cannot tell apart from others are not guessed at."""
-    if device == "cpu":
-        return machine.cpu_model()
+    run = None
     try:
-        nvidia = machine.ask_nvidia()
-    except (ImportError, ValueError):
-        nvidia = None
-    names = {gpu.name for gpu in nvidia.gpus} if nvidia else set()
-    return names.pop() if len(names) == 1 else "a GPU of unknown name"
+        with ExitStack() as stack:
+            report = stack.enter_context(progress)
+            llm = stack.enter_context(LLM.from_config(config, report))
+            _check_fits(workload, llm)
+            run = _describe(llm, workload, sampling, say)
+            sampler = stack.enter_context(Sampler(open_gpus(llm.config.device, llm.config.tp)))
+            run.no_nvml = sampler.missing
+            _all(llm, workload, sampling, sampler, run, report, say)
+    finally:
+        if run is not None and run.passes:
+            finish(run)
 
 
 def complete(sampling: SamplingParams) -> SamplingParams:
@@ -85,7 +75,7 @@ def complete(sampling: SamplingParams) -> SamplingParams:
 
 def _check_fits(workload: WorkloadConfig, llm: "LLM") -> None:
     vocab_size, context = llm.model_config.vocab_size, llm.max_model_len
-    if workload.max_token_id >= vocab_size:
+    if workload.prompts == "random" and workload.max_token_id >= vocab_size:
         raise ValueError(f"max_token_id must be at most {vocab_size - 1} for this model, got {workload.max_token_id}")
     if workload.turns > 1:
         raise ValueError(f"turns must be 1 without a server to talk to, got {workload.turns}: give qps or concurrency")
@@ -126,7 +116,7 @@ def _describe(llm: "LLM", workload: WorkloadConfig, sampling: SamplingParams, sa
     return run
 
 
-def _plan(workload: WorkloadConfig, tokenize: Tokenize | None) -> Iterator[tuple[Pass, list[Job], list[list[Job]]]]:
+def _plan(workload: WorkloadConfig, tokenize: Tokenize | None) -> Iterator[tuple[Pass, list[Job], Iterable[list[Job]]]]:
     """Each pass, the requests that warm up for it, where there are any, and those of its repetitions."""
     repeat = workload.repeat or DEFAULT_REPEAT
     if not workload.latency:
@@ -137,22 +127,30 @@ def _plan(workload: WorkloadConfig, tokenize: Tokenize | None) -> Iterator[tuple
     for batch, input_len in workload.shapes:
         part = _new_pass(f"{batch} × {input_len}", workload, 0)
         part.load = {"batch": batch, "input_len": input_len, "output_len": workload.output_range[0]}
-        warm_up, *others = (latency_jobs(workload, batch, input_len, n) for n in (WARM_UP, *range(repeat)))
-        yield part, warm_up, others
+        jobs = partial(latency_jobs, workload, batch, input_len)
+        yield part, jobs(WARM_UP), map(jobs, range(repeat))
 
 
-def _all(llm: "LLM", workload: WorkloadConfig, sampling: SamplingParams, sampler: Sampler, run: Run, say: Say) -> None:
+def _all(
+    llm: "LLM",
+    workload: WorkloadConfig,
+    sampling: SamplingParams,
+    sampler: Sampler,
+    run: Run,
+    report: Report,
+    say: Say,
+) -> None:
     for part, warm_up, repetitions in _plan(workload, _tokenize(llm)):
         if warm_up:
             say(f"{part.name}: warming up …")
             unmeasured = _new_pass("warm-up", workload, WARM_UP)
-            _answer(llm, warm_up, sampling, unmeasured)
+            _answer(llm, warm_up, sampling, unmeasured, report)
             if workload.latency and len(unmeasured.phases) < 2:
                 raise ValueError("answers ended with their first token: leave ignore_eos on, and stop tokens unset")
         run.passes.append(part)
         try:
             for jobs in repetitions:
-                _answer(llm, jobs, sampling, part)
+                _answer(llm, jobs, sampling, part, report)
             part.interrupted = False
         finally:
             part.samples = sampler.between(part.began_s, part.ended_s or time.monotonic())
@@ -164,20 +162,24 @@ def _new_pass(name: str, workload: WorkloadConfig, repetition: int) -> Pass:
     return Pass(name=name, seed=f"{workload.workload_seed}/{repetition}", began_s=time.monotonic(), interrupted=True)
 
 
-def _answer(llm: "LLM", jobs: Sequence[Job], sampling: SamplingParams, part: Pass) -> None:
+def _answer(llm: "LLM", jobs: Sequence[Job], sampling: SamplingParams, part: Pass, report: Report) -> None:
     """Give all requests at once, wait for their answers, and add what happened to the pass."""
     inputs = [(job.prompt, replace(sampling, max_tokens=job.output_len)) for job in jobs]
     before, tokens_before = llm.stats(), llm.generated_tokens
     steps: list[Event] = []  # when the host knew a step's tokens, and how many there had been by then
     done: list[RequestRecord] = []
-    begin_s = time.monotonic()
+    begin_s = shown_s = time.monotonic()
     if not part.requests:
         part.began_s = begin_s
+    total = sum(job.output_len for job in jobs)
     try:
         for ended in llm.feed(inputs):
             now_s = time.monotonic()
             steps.append(Event(now_s, llm.generated_tokens - tokens_before))
             done += [_record(output, jobs[number].output_len, begin_s, now_s) for number, output in ended]
+            if now_s - shown_s > PROGRESS_EVERY_S:
+                report(part.name, steps[-1].tokens or 0, total)
+                shown_s = now_s
         part.ended_s = time.monotonic()
     finally:
         part.requests += done

@@ -2,28 +2,33 @@
 
 import asyncio
 import signal
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import count
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import uvloop
+from msgspec import Meta, Struct
 
-from minisgl.bench.arrivals import arrival_times, trace_times
-from minisgl.bench.client import Asking, Load, ServerFault, connect
+from minisgl.bench.answer import ServerFault, understood
+from minisgl.bench.arrivals import arrival_times
+from minisgl.bench.asking import Asking, Words
+from minisgl.bench.client import HttpServer, Load, connect
 from minisgl.bench.load import LoadConfig, parse_slo
 from minisgl.bench.metrics import keeps_slo
 from minisgl.bench.nvml import Sampler, open_gpus
-from minisgl.bench.offline import Say, complete, device_name
+from minisgl.bench.offline import Say, complete
 from minisgl.bench.own_server import own_server
 from minisgl.bench.record import Pass, Run
-from minisgl.bench.workload import WARM_UP, Job, WorkloadConfig, throughput_jobs
+from minisgl.bench.workload import WARM_UP, Job, Tokenize, WorkloadConfig, check_unset, throughput_jobs
 from minisgl.config import EngineConfig, SamplingParams
+from minisgl.doctor.machine import device_name
 from minisgl.source.cache_folder import Report
+
+T = TypeVar("T")
 
 WARM_UP_REQUESTS = 8
 COUNTING = ("minisgl", "vllm", "sglang")
@@ -33,6 +38,26 @@ CLOSE_ENOUGH = 1.1
 """`search` ends when a rate that is good and one that is not are so near."""
 LEAST_SHARE = 1 / 16
 """Of the rate to start from: below, `search` gives up."""
+
+
+class Model(Struct):
+    id: str
+    owned_by: str | None = None
+
+
+class Models(Struct):
+    data: Annotated[list[Model], Meta(min_length=1)]
+
+
+class Tokens(Struct):
+    tokens: list[int]
+
+
+class Info(Struct):
+    """What our own server says of itself."""
+
+    engine: dict[str, Any]
+    stats: dict[str, float]
 
 
 def measure(
@@ -53,18 +78,20 @@ def measure(
         raise ValueError("latency must be unset with a load on a server: it is of an engine in this process")
     if load.trace_speed is not None and workload.dataset is None:
         raise ValueError("trace_speed needs a trace: give its file as dataset")
+    if load.find_max:
+        check_unset(workload, ("repeat",), "with find_max, which measures each rate once")
     sampling, run = complete(sampling), None
     try:
         with ExitStack() as stack:
             report = stack.enter_context(progress)
             report("starting a server" if load.url is None else "looking for the server", 0, None)
             url = load.url or stack.enter_context(own_server(config, load.frontends, say))
-            server = _Server(url, load.api_key if load.url else None)
+            server = _Server(url, load)
             run, asking = _describe(server, config, workload, load, sampling)
             gpus = open_gpus(run.engine["device"], run.devices) if run.engine else "the server is not ours"
-            run.no_nvml = gpus if isinstance(gpus, str) else None
-            sampler = stack.enter_context(Sampler(None if isinstance(gpus, str) else gpus))
-            online = _Online(server, asking, run, workload, load, sampler, report, say)
+            sampler = stack.enter_context(Sampler(gpus))
+            run.no_nvml = sampler.missing
+            online = _Online(server, asking, run, workload, load, _tokenizer(server, asking), sampler, report, say)
             online.warm_up()
             online.measure()
     except ServerFault as error:
@@ -75,63 +102,68 @@ def measure(
 
 
 class _Server:
-    """What is asked of a server between measurements, one thing at a time."""
+    """The server that is measured, from a program that does one thing at a time."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self.headers = {"Content-Type": "application/json"}
-        if api_key:
-            self.headers["Authorization"] = f"Bearer {api_key}"
+    def __init__(self, url: str, load: LoadConfig) -> None:
+        self._url, self._silence_s = url.rstrip("/").removesuffix("/v1"), load.silence
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if load.url and load.api_key:
+            self._headers["Authorization"] = f"Bearer {load.api_key}"
 
-    def call(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON object at a route, with a body by POST. Raises ServerFault."""
+    def ask(self, route: str, body: Any = None) -> bytes:
+        """The answer at a route, with a body by POST. Raises ServerFault."""
         data = None if body is None else msgspec.json.encode(body)
         try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + route, data, self.headers)) as answer:
-                return msgspec.json.decode(answer.read() or b"{}", type=dict[str, Any])
-        except urllib.error.HTTPError as error:
-            raise ServerFault(f"{error.code}: {error.read()[:300].decode(errors='replace')}") from error
-        except (OSError, msgspec.MsgspecError) as error:
-            raise ServerFault(f"{self.url}{route}: {getattr(error, 'reason', error)}") from error
+            return self.run(lambda server: server.ask(route, data))
+        except ServerFault as fault:
+            raise ServerFault(f"{self._url}{route}: {fault}") from fault
 
-    def load(self, asking: Asking, told: Callable[[], None], *load: Any) -> None:
-        """`Load.run` in an event loop of its own, which SIGINT and SIGTERM end orderly, and then in SystemExit.
+    def know(self, kind: type[T], route: str, body: Any = None) -> T:
+        """The same as what it should be."""
+        return understood(self.ask(route, body), kind, f"{self._url}{route}")
+
+    def run(self, work: Callable[[HttpServer], Awaitable[T]]) -> T:
+        """Work in an event loop of its own, which SIGINT and SIGTERM end orderly, and then in SystemExit.
 
         An exception out of a signal handler could come up anywhere in the loop, and be taken for a transport's.
         """
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         came: list[int] = []
 
-        async def run() -> None:
+        async def connected() -> T:
             task = asyncio.current_task()
             assert task is not None
             for number in before:
                 asyncio.get_running_loop().add_signal_handler(number, lambda n=number: (came.append(n), task.cancel()))
-            async with connect(self.url, self.headers) as server:
-                await Load(server, asking, told=told).run(*load)
+            async with connect(self._url, self._headers, self._silence_s) as server:
+                return await work(server)
 
         try:
-            with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(run())
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(connected())
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if came:
-            raise SystemExit(128 + came[0])
+            if came:  # however far it had got
+                raise SystemExit(128 + came[0])
 
 
 def _describe(
     server: _Server, config: EngineConfig, workload: WorkloadConfig, load: LoadConfig, sampling: SamplingParams
 ) -> tuple[Run, Asking]:
     """A run on this server, whose model is the one that is named, or the first that it has; and how to ask it."""
-    engine = None if load.url else server.call("/server_info")["engine"] | {"model": config.model}
-    first = (server.call("/v1/models").get("data") or [{}])[0]
+    engine = None if load.url else server.know(Info, "/server_info").engine
+    models = server.know(Models, "/v1/models").data
+    names = [model.id for model in models]
+    named = config.model if load.url and config.model != EngineConfig.model else names[0]
+    if named not in names:
+        raise ValueError(f"model must be one of the server's, {', '.join(names)}, got {named!r}")
     run = Run(
         mode="online",
-        model=config.model if engine is None and config.model != EngineConfig.model else first.get("id", ""),
+        model=named,
         device=device_name(engine["device"]) if engine else "unknown",
         devices=engine["tp"] if engine else 1,
-        engine=engine,
+        engine=engine and engine | {"model": config.model},
         workload=asdict(workload),
         load={name: value for name, value in asdict(load).items() if name != "api_key"} | {"qps": load.rates},
         sampling=asdict(sampling),
@@ -139,7 +171,8 @@ def _describe(
     )
     # What is off is left out, for servers that do not know an ignore_eos.
     fields = {name: value for name, value in run.sampling.items() if value is not None and value is not False}
-    return run, Asking(run.model, fields, counts_on=first.get("owned_by") in COUNTING)
+    words = Words() if load.endpoint == "chat" else None
+    return run, Asking(run.model, fields, counts_on=models[0].owned_by in COUNTING, words=words)
 
 
 @dataclass
@@ -151,6 +184,7 @@ class _Online:
     run: Run
     workload: WorkloadConfig
     load: LoadConfig
+    tokenize: Tokenize
     sampler: Sampler
     report: Report
     say: Say
@@ -159,7 +193,8 @@ class _Online:
         """A few requests with prompts of their own; raises ServerFault if one fails."""
         self.say("warming up …")
         warm_up = Pass(name="warm-up", seed=WARM_UP, began_s=0.0)
-        self.server.load(self.asking, lambda: None, warm_up, self._jobs(WARM_UP)[:WARM_UP_REQUESTS], None, None)
+        jobs = self._jobs(WARM_UP)[:WARM_UP_REQUESTS]
+        self.server.run(lambda server: Load(server, self.asking).run(warm_up, jobs, None, None))
         if errors := [request.error for request in warm_up.requests if request.error is not None]:
             raise ServerFault(errors[0])
 
@@ -184,7 +219,7 @@ class _Online:
                 self._pass(name, what)
 
     def _jobs(self, repetition: int) -> list[Job]:
-        return throughput_jobs(self.workload, repetition, self._tokenize)
+        return throughput_jobs(self.workload, repetition, self.tokenize)
 
     def _pass(self, name: str, what: dict[str, float]) -> Pass:
         """Measure once, with prompts that the server does not know unless that is wanted."""
@@ -195,16 +230,18 @@ class _Online:
         if "qps" in what:
             times_s = arrival_times(load.arrivals, len(jobs), what["qps"], load.burstiness, seed)
         elif load.trace_speed is not None:
-            jobs, times_s = _of_trace(jobs, load.trace_speed)
+            jobs, times_s = of_trace(jobs, load.trace_speed)
         measured = Pass(name=name, load=what, seed=seed, began_s=0.0, interrupted=True)
         before, total, done = self._counters(), sum(1 + len(job.later) for job in jobs), count(1)
         self.run.passes.append(measured)
         self.report(f"{number + 1}: {name}", 0, total)
+
+        def told() -> None:
+            self.report(f"{number + 1}: {name}", next(done), total)
+
         try:
-            self.server.load(
-                self.asking,
-                lambda: self.report(f"{number + 1}: {name}", next(done), total),
-                *(measured, jobs, times_s, load.concurrency),
+            self.server.run(
+                lambda server: Load(server, self.asking, told=told).run(measured, jobs, times_s, load.concurrency)
             )
             measured.interrupted = False
         finally:
@@ -213,19 +250,28 @@ class _Online:
         return measured
 
     def _counters(self) -> dict[str, float]:
-        stats = self.server.call("/server_info")["stats"] if self.run.engine else {}
-        return {name: float(stats[name]) for name in ("steps", "retractions") if name in stats}
+        stats = self.server.know(Info, "/server_info").stats if self.run.engine else {}
+        return {name: stats[name] for name in ("steps", "retractions") if name in stats}
 
     def _flush_cache(self) -> None:
         for route in FLUSH_ROUTES:
             with suppress(ServerFault):
-                self.server.call(route, {})
+                self.server.ask(route, {})
                 return
         self.say("the server's prefix cache cannot be emptied: prompts that it has seen are found there")
 
-    def _tokenize(self, text: str) -> list[int]:
-        asked = {"model": self.asking.model, "prompt": text, "add_special_tokens": False}
-        return self.server.call("/tokenize", asked)["tokens"]
+
+def _tokenizer(server: _Server, asking: Asking) -> Tokenize:
+    """The server's own, asked once for each text; or words, where these are sent."""
+    if asking.words is not None:
+        return asking.words.tokenize
+
+    @cache
+    def tokenize(text: str) -> list[int]:
+        asked = {"model": asking.model, "prompt": text, "add_special_tokens": False}
+        return server.know(Tokens, "/tokenize", asked).tokens
+
+    return tokenize
 
 
 def search(good: Callable[[float], bool], start: float, most: float) -> bool:
@@ -243,9 +289,9 @@ def search(good: Callable[[float], bool], start: float, most: float) -> bool:
     return low < most
 
 
-def _of_trace(jobs: Sequence[Job], speed: float) -> tuple[list[Job], list[float]]:
-    """A trace's requests in the order of their times, and these; raises ValueError for requests without."""
+def of_trace(jobs: Sequence[Job], speed: float) -> tuple[list[Job], list[float]]:
+    """A trace's requests in the order of their times, and these from the first on; ValueError where they have none."""
     timed = sorted(((job.at_s, job) for job in jobs if job.at_s is not None), key=lambda each: each[0])
     if len(timed) < len(jobs):
         raise ValueError("trace_speed needs a dataset whose requests have times")
-    return [job for _, job in timed], trace_times([at_s for at_s, _ in timed], speed)
+    return [job for _, job in timed], [(at_s - timed[0][0]) / speed for at_s, _ in timed]

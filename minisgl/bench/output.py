@@ -1,6 +1,8 @@
 """Where the results of a benchmark go."""
 
 import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,8 +37,7 @@ class OutputConfig:
     def __post_init__(self) -> None:
         check_types(self)
         for name in ("output", "plot", "html"):
-            given = getattr(self, name)
-            if given is not None and (Path(given).is_dir() or not os.access(Path(given).absolute().parent, os.W_OK)):
+            if (given := getattr(self, name)) is not None and not _can_be_written(given):
                 raise ValueError(f"{name} must be a file in a folder that is there and can be written, got {given!r}")
         if self.plot is not None:
             if Path(self.plot).suffix not in FORMATS:
@@ -49,16 +50,23 @@ class OutputConfig:
         from minisgl.bench import html, plot, record, report  # which bring numpy
         from minisgl.bench.metrics import failed
 
-        if self.output is not None:
-            record.write(run, Path(self.output))
-        report.show(run, console)
-        if self.plot is not None:
-            plot.draw(run, Path(self.plot))
-        if self.html is not None:
-            html.write(run, Path(self.html))
+        writers: tuple[tuple[str | None, Callable[[Run, Path], None]], ...]
+        writers = ((self.html, html.write), (self.plot, plot.draw), (self.output, record.write))
+        with ExitStack() as rest:  # what is pushed is done in reverse, also after one of them has failed
+            for path, write in writers:
+                if path is not None:
+                    rest.callback(write, run, Path(path))
+            report.show(run, console)
         requests = [request for part in run.passes for request in part.requests]
         if bad := failed(requests):
             raise ValueError(f"{len(bad)} of {len(requests)} requests failed, the first: {bad[0].error}")
+
+
+def _can_be_written(path: str) -> bool:
+    """Whether there may be a file here; what is something else, like /dev/null, is not to be replaced by one."""
+    real = os.path.realpath(path)
+    is_free = not os.path.exists(real) or (os.path.isfile(real) and os.access(real, os.W_OK))
+    return is_free and os.access(os.path.dirname(real), os.W_OK)
 
 
 def has_matplotlib() -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -21,27 +21,29 @@ BUCKETS = (10, 60)
 CURVES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 
 
-def draw(run: Run, target: Path | IO[bytes], form: str | None = None) -> None:
+def draw(run: Run, path: Path | IO[bytes], form: str | None = None) -> None:
     """Write the picture, in the form that the file's name ends in or that is given; no display is needed."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     panels = _panels(run)
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // COLUMNS)
     figure = Figure(figsize=(columns * WIDTH_IN, rows * HEIGHT_IN + 0.4), layout="constrained")
-    figure.suptitle(f"{run.mode} of {run.model} on {run.device}")
+    figure.suptitle(f"{run.mode} of {run.model} on {run.device}", parse_math=False)
     for number, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(rows, columns, number)
+        axes.set_prop_cycle(color=colormaps["viridis"](np.linspace(0, 0.9, len(run.passes) or 1)))
         panel(axes)
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend(fontsize="small")
-    figure.savefig(target, format=form, dpi=120)
+        if names := axes.get_legend_handles_labels()[1]:
+            axes.legend(fontsize="x-small", ncols=1 + len(names) // 8)
+    figure.savefig(path, format=form, dpi=120)
 
 
 def _panels(run: Run) -> Sequence[Callable[["Axes"], object]]:
     panels: list[Callable[[Axes], object]] = []
-    done = [part for part in run.passes if succeeded(part.requests)]
+    done = sorted((p for p in run.passes if succeeded(p.requests)), key=lambda each: each.load.get("qps", 0))
     rates = [part for part in done if "qps" in part.load]
     if run.mode == "online" and done:
         panels += [lambda axes, name=name: _cdf(axes, name, done) for name in CURVES]
@@ -63,6 +65,7 @@ def _cdf(axes: "Axes", name: str, passes: Sequence[Pass]) -> None:
             axes.step(values, np.arange(1, len(values) + 1) / len(values), where="post", label=part.name)
     axes.set(xlabel=f"{label(name)}, ms", ylabel="share of requests" if name != "itl_s" else "share of gaps")
     axes.set_ylim(0, 1.02)
+    _logarithmic(axes, "x")
 
 
 def _over_time(axes: "Axes", passes: Sequence[Pass]) -> None:
@@ -83,24 +86,37 @@ def _over_time(axes: "Axes", passes: Sequence[Pass]) -> None:
 
 
 def _curve(axes: "Axes", run: Run, passes: Sequence[Pass]) -> None:
-    figures = sorted((pass_figures(run, part) for part in passes), key=lambda each: each["output_tokens_per_s"])
-    rates = [each["output_tokens_per_s"] for each in figures]
+    """From rate to rate, which bends back where a higher one brings no more tokens."""
+    figures = [pass_figures(run, part) for part in passes]
+    rates = [each.get("output_tokens_per_s", np.nan) for each in figures]
     for (name, color), (statistic, style) in product(
         (("ttft_s", "C0"), ("tpot_s", "C1")), (("median", "o-"), ("p99", "s--"))
     ):
         values = [each.get(f"{name}.{statistic}", np.nan) * 1e3 for each in figures]
         axes.plot(rates, values, style, color=color, label=f"{label(name)} {statistic}")
-    axes.set(xlabel="output tokens/s", ylabel="ms", yscale="log")
+    axes.set(xlabel="output tokens/s", ylabel="ms")
+    axes.margins(y=0.2)
+    _logarithmic(axes, "y")
+
+
+def _logarithmic(axes: "Axes", way: Literal["x", "y"]) -> None:
+    """In this way, where values span more than a decade; with numbers as one writes them."""
+    from matplotlib.ticker import LogFormatter
+
+    low, high = getattr(axes.dataLim, f"interval{way}")
+    if 0 < 10 * low < high:
+        axes.set(**{f"{way}scale": "log"})
+        getattr(axes, f"{way}axis").set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())
 
 
 def _phases(axes: "Axes", run: Run) -> None:
     """Each phase's time, and in front of it its least time by the roofline."""
-    rows = [(part.name, phase) for part in run.passes for phase in phase_figures(run, part)]
-    labels = [f"{name} {phase.name}" for name, phase in rows]
-    axes.barh(labels, [float(np.mean(phase.times_s)) for _, phase in rows], color="#9ecae1", label="took")
-    if all(phase.need for _, phase in rows):
-        least = [phase.need.least_s if phase.need else 0.0 for _, phase in rows]
-        axes.barh(labels, least, height=0.4, color="#08519c", label="least by the roofline")
+    rows = [(f"{p.name} {name}", each) for p in run.passes for name, each in phase_figures(run, p).items()]
+    labels = [name for name, _ in rows]
+    axes.barh(labels, [each["mean_s"] for _, each in rows], color="#9ecae1", label="took")
+    if all("least_s" in each for _, each in rows):
+        least_s = [each["least_s"] for _, each in rows]
+        axes.barh(labels, least_s, height=0.4, color="#08519c", label="least by the roofline")
     axes.set(xlabel="time, s")
     axes.invert_yaxis()
 

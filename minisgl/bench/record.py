@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from minisgl import __version__
-from minisgl.bench.machine import cores, cpu_model, installed
+from minisgl.doctor.machine import cores, cpu_model, installed
 
 FORMAT = 2
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4")
@@ -142,6 +142,7 @@ class Run(Struct, kw_only=True):
 
 def write(run: Run, path: Path) -> None:
     """Write a run as JSON, whole or not at all."""
+    path = path.resolve()  # a link stays one
     beside = path.with_name(f".{path.name}.part")
     beside.write_bytes(msgspec.json.encode(run) + b"\n")
     beside.replace(path)

@@ -7,13 +7,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from minisgl.bench import metrics, nvml
-from minisgl.bench.figures import digits, label, pass_figures, phase_figures, roofline_of
+from minisgl.bench.figures import Figures, digits, doubts, label, pass_figures, phase_figures, roofline_of
 from minisgl.bench.load import parse_slo
-from minisgl.bench.metrics import FORMULAS, LATENCIES, SPREAD, failed
+from minisgl.bench.metrics import FORMULAS, LATENCIES, SPREAD, highest_rate
 from minisgl.bench.record import Pass, Run
 
-Figures = Mapping[str, float]
 Columns = Mapping[str, tuple[str, float, str]]
 
 THROUGHPUT: Columns = {
@@ -64,28 +62,29 @@ def _tables(run: Run, figures: Sequence[Figures]) -> Iterator[Table]:
         for part, each in zip(run.passes, figures, strict=True):
             yield _spreads(part, each)
     if any(part.phases for part in run.passes):
-        yield _phases(run, figures)
+        yield _phases(run)
 
 
 def _notes(run: Run, figures: Sequence[Figures]) -> Iterator[str]:
     """Formulas, doubts, failures, and why something is not known."""
     for part, each in zip(run.passes, figures, strict=True):
-        found = [*(metrics.doubts(part) if run.mode == "online" else ()), *nvml.doubts(part.samples)]
-        yield from (f"SUSPECT {part.name}: {doubt}" for doubt in found)
-        if bad := failed(part.requests):
-            yield f"FAILED {part.name}: {len(bad)} of {len(part.requests)} requests, the first: {bad[0].error}"
+        yield from doubts(run, part)
         if part.interrupted:
             yield f"{part.name}: interrupted, {each['unfinished']:.0f} requests had not ended"
         if each.get("retractions"):
             yield f"{part.name}: {each['retractions']:.0f} retractions: the KV pool is too small for these requests"
         if "client_lag_s" in each:
             yield f"{part.name}: client lag {each['client_lag_s'] * 1e3:.1f} ms (p99)"
+        if run.mode == "online" and each.get("tokens_per_event", 1.0) > 1.05:
+            yield f"{part.name}: {each['tokens_per_event']:.2f} tokens in an event: ITL is from event to event"
         if "joules" in each:
             yield f"{part.name}: {_energy(each)}"
         gpu = [text.format(each[name] / unit) for name, (text, unit) in GPU.items() if name in each]
         yield from [f"{part.name}: GPU {', '.join(gpu)}"] if gpu else []
+    if run.mode == "latency" and (hits := [each["cache_hit_rate"] for each in figures if "cache_hit_rate" in each]):
+        yield f"found in the prefix cache: {max(hits):.1%} of a batch's prompt tokens at most"
     if run.load.get("find_max"):
-        rate = metrics.highest_rate(run.passes, parse_slo(run.load["slo"]), run.load["slo_share"])
+        rate = highest_rate(run.passes, parse_slo(run.load["slo"]), run.load["slo_share"])
         yield "no rate keeps the slo" if rate is None else f"the highest rate that keeps the slo: {rate:.3g} req/s"
     if run.no_nvml:
         yield f"no power, energy and clocks: {run.no_nvml}"
@@ -131,25 +130,19 @@ def _spreads(part: Pass, figures: Figures) -> Table:
     return table
 
 
-def _phases(run: Run, figures: Sequence[Figures]) -> Table:
+def _phases(run: Run) -> Table:
     """Times and rates are medians of the repetitions."""
     headings = ("phase", "time ms", "max", "tok/s", "bound by", "of bound", "GB/s", "TFLOP/s", "J/token")
     table = _table("batch × prompt" if run.mode == "latency" else "run", *headings)
-    for part, each in zip(run.passes, figures, strict=True):
-        for phase in phase_figures(run, part):
-            times_s, need = phase.times_s, phase.need
-            table.add_row(
-                part.name,
-                phase.name,
-                digits(median(times_s) * 1e3),
-                digits(max(times_s) * 1e3),
-                digits(phase.tokens_per_s),
-                need.bound_by if need else "–",
-                _text(each.get(f"{phase.name}.bound_share"), 1, ".1%"),
-                digits(each[f"{phase.name}.bytes_per_s"] / 1e9) if need else "–",
-                digits(each[f"{phase.name}.flops_per_s"] / 1e12) if need else "–",
-                digits(phase.joules_per_token) if phase.joules_per_token else "–",
-            )
+    for part in run.passes:
+        for name, each in phase_figures(run, part).items():
+            times = (digits(each["time_s"] * 1e3), digits(each["max_s"] * 1e3), digits(each["tokens_per_s"]))
+            bound = ("–",) * 4
+            if "least_s" in each:
+                bound_by = "compute" if 2 * each["compute_s"] > each["least_s"] else "memory"
+                rates = (digits(each["bytes_per_s"] / 1e9), digits(each["flops_per_s"] / 1e12))
+                bound = (bound_by, f"{each['bound_share']:.1%}", *rates)
+            table.add_row(part.name, name, *times, *bound, digits(each.get("joules_per_token")))
     return table
 
 

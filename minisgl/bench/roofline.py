@@ -24,7 +24,6 @@ counted here over the time that it took, and the share, its least time over that
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from minisgl.bench.record import Ceilings
 from minisgl.source.model_config import ModelConfig
@@ -51,11 +50,6 @@ class Need:
     def least_s(self) -> float:
         """The bound, in seconds."""
         return self.compute_s + self.memory_s
-
-    @property
-    def bound_by(self) -> Literal["compute", "memory"]:
-        """Where most of that time goes."""
-        return "compute" if self.compute_s > self.memory_s else "memory"
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What a benchmark asks of an engine: prompts as token ids, and how long each answer is to be."""
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,7 +16,13 @@ WARM_UP = -1
 """The repetition that is not measured."""
 WARM_UP_OUTPUT_LEN = 16
 
-MOST_TOKENS = 2**31 - 1
+Lengths = Literal["uniform", "normal"]
+Prompts = Literal["random", "text"]
+
+MOST = 10_000_000
+"""For every number that is counted in requests, tokens or repetitions."""
+MOST_PROMPT_TOKENS = 100_000_000
+"""Of a repetition: they are all in memory before it begins."""
 TEXT_CHARACTERS = 400_000
 
 
@@ -27,9 +33,7 @@ class WorkloadConfig:
     Raises ValueError, naming the field, its value and what is allowed.
     """
 
-    latency: Annotated[
-        bool, Doc("Measure prefill and decode apart, of batches: every batch size with every prompt length.")
-    ] = False
+    latency: Annotated[bool, Doc("Measure prefill and decode apart: every batch size with every input_len.")] = False
     requests: Annotated[
         int | None,
         Doc(f"Requests, or conversations; default: {DEFAULT_REQUESTS}. Not with latency."),
@@ -42,27 +46,17 @@ class WorkloadConfig:
             "times: one after the other."
         ),
     ] = 128
-    output_len: Annotated[
-        int | Sequence[int], Doc("Answer length in tokens; given twice: drawn from the first to the second.")
-    ] = 128
+    output_len: Annotated[int | Sequence[int], Doc("Answer length in tokens; given twice: drawn as well.")] = 128
     batch_size: Annotated[
         int | Sequence[int] | None,
         Doc("With latency: requests at once; given several times: one after the other; default: 1."),
     ] = None
-    lengths: Annotated[
-        Literal["uniform", "normal"],
-        Doc("How lengths are drawn; normal: around the middle, the two ends two standard deviations away."),
-    ] = "uniform"
-    prompts: Annotated[
-        Literal["random", "text"],
-        Doc("Of random token ids, or cut out of English text, which needs a tokenizer, at random places."),
-    ] = "random"
+    lengths: Annotated[Lengths, Doc("How they are drawn; normal: the ends two standard deviations away.")] = "uniform"
+    prompts: Annotated[Prompts, Doc("Random token ids, or pieces of English text by the tokenizer.")] = "random"
     max_token_id: Annotated[int, Doc("Random prompts are token ids drawn from 0 to this one.")] = 10_000
     prefix_len: Annotated[int | None, Doc("Tokens that all prompts of a group begin with, before their own.")] = None
     prefix_groups: Annotated[int, Doc("Groups with a prefix of their own, which requests take in turn.")] = 1
-    turns: Annotated[
-        int, Doc("Requests of a conversation, each with all of it so far as its prompt; only against a server.")
-    ] = 1
+    turns: Annotated[int, Doc("Requests of a conversation, each with all before it; only on a server.")] = 1
     dataset: Annotated[
         str | None,
         Doc(
@@ -70,40 +64,45 @@ class WorkloadConfig:
             "rows with timestamp, input_length, output_length, hash_ids, as Mooncake and Bailian have them."
         ),
     ] = None
-    fresh: Annotated[
-        bool, Doc("New prompts in each repetition, or an emptied prefix cache where they cannot be new.")
-    ] = True
+    fresh: Annotated[bool, Doc("New prompts in each repetition, or else an emptied prefix cache.")] = True
     workload_seed: Annotated[int, Doc("Same seed, same prompts and lengths.")] = 0
-    repeat: Annotated[
-        int | None, Doc(f"Times to measure; default: {DEFAULT_REPEAT} in this process, 1 on a server.")
-    ] = None
+    repeat: Annotated[int | None, Doc(f"Times to measure; default: {DEFAULT_REPEAT}, on a server 1.")] = None
 
     def __post_init__(self) -> None:
         check_types(self)
         for name in ("requests", "prefix_len", "prefix_groups", "turns", "repeat"):
-            check_range(name, getattr(self, name), least=1, most=MOST_TOKENS)
-        check_range("max_token_id", self.max_token_id, least=0, most=MOST_TOKENS)
+            check_range(name, getattr(self, name), least=1, most=MOST)
+        check_range("max_token_id", self.max_token_id, least=0, most=2**31 - 1)
         for name in ("batch_size", "input_len", "output_len"):
-            given = getattr(self, name)
-            for length in () if given is None else _list(given):
-                check_range(name, length, least=1, most=MOST_TOKENS)
-        if self.latency:
-            self._check_latency()
-            return
-        if self.batch_size is not None:
-            raise ValueError(f"batch_size must be unset without latency, got {self.batch_size}")
-        for name in ("input_len", "output_len"):
-            least, most = _range(name, given := getattr(self, name))
-            if least > most:
-                raise ValueError(f"{name} must have the least length first, got {given}")
+            for length in _list(getattr(self, name)):
+                check_range(name, length, least=1, most=MOST)
+        drawing = ("lengths", "prompts", "prefix_len", "prefix_groups")
+        for is_so, unused, why in (
+            (self.latency, (*drawing, "requests", "turns", "dataset", "fresh"), "with latency, of equal batches"),
+            (not self.latency, ("batch_size",), "without latency"),
+            (self.dataset is not None, drawing, "with a dataset, which has the requests"),
+            (self.prefix_len is None, ("prefix_groups",), "without prefix_len"),
+        ):
+            if is_so:
+                check_unset(self, unused, why)
+        self._check_lengths()
 
-    def _check_latency(self) -> None:
-        if self.requests is not None:
-            raise ValueError(f"requests must be unset with latency: batch_size says how many, got {self.requests}")
-        if len(_list(self.output_len)) != 1:
-            raise ValueError(f"output_len must be one length with latency, got {self.output_len}")
-        if self.output_range[0] < 2:
-            raise ValueError("output_len must be at least 2 with latency, which times what follows the first, got 1")
+    def _check_lengths(self) -> None:
+        if self.latency:
+            if len(_list(self.output_len)) != 1 or self.output_range[0] < 2:
+                raise ValueError(f"output_len must be one length of 2 or more with latency, got {self.output_len}")
+            if not self.shapes:
+                raise ValueError("batch_size and input_len must have a value each with latency, got none")
+            count, longest = map(max, zip(*self.shapes, strict=True))
+        else:
+            for name in ("input_len", "output_len"):
+                least, most = _range(name, given := getattr(self, name))
+                if least > most:
+                    raise ValueError(f"{name} must have the least length first, got {given}")
+            count = self.requests or DEFAULT_REQUESTS
+            longest = self.input_range[1] * self.turns + (self.prefix_len or 0)
+        if count * longest > MOST_PROMPT_TOKENS:
+            raise ValueError(f"{count:,} prompts of {longest:,} tokens are more than {MOST_PROMPT_TOKENS:,} tokens")
 
     @property
     def input_range(self) -> tuple[int, int]:
@@ -118,11 +117,18 @@ class WorkloadConfig:
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """Batch size and prompt length of each batch that is measured with `latency`."""
-        return list(product(_list(self.batch_size or 1), _list(self.input_len)))
+        return list(product(_list(1 if self.batch_size is None else self.batch_size), _list(self.input_len)))
 
 
-def _list(given: int | Sequence[int]) -> Sequence[int]:
-    return [given] if isinstance(given, int) else given
+def check_unset(config: Any, names: Iterable[str], why: str) -> None:
+    """Raise ValueError for a field among these that has another value than its default: it would have no effect."""
+    for field in fields(config):
+        if field.name in names and (given := getattr(config, field.name)) != field.default:
+            raise ValueError(f"{field.name} must be unset {why}, got {given}")
+
+
+def _list(given: int | Sequence[int] | None) -> Sequence[int]:
+    return [] if given is None else [given] if isinstance(given, int) else given
 
 
 def _range(name: str, given: int | Sequence[int]) -> tuple[int, int]:
@@ -138,12 +144,12 @@ class Job(NamedTuple):
     prompt: list[int]
     output_len: int
     at_s: float | None = None
-    """When to send it, in a trace: seconds after its first."""
+    """When to send it, by a trace's own clock."""
     later: "tuple[Job, ...]" = ()
     """The next turns of a conversation: the prompt of each is what it adds to the prompt and the answer before."""
     body: dict[str, Any] | None = None
     """In place of prompt and length: what to send as it is, to `route`."""
-    route: str = "/v1/completions"
+    route: str | None = None
 
 
 Tokenize = Callable[[str], list[int]]
@@ -162,7 +168,7 @@ def throughput_jobs(workload: WorkloadConfig, repetition: int, tokenize: Tokeniz
         from minisgl.bench.dataset import dataset_jobs  # which needs this module
 
         return dataset_jobs(workload, repetition, tokenize)
-    rng, draw = random.Random(workload.workload_seed), _draw(workload, tokenize)
+    rng, draw = random.Random(workload.workload_seed), _drawing(workload, tokenize)
     count = workload.requests or DEFAULT_REQUESTS
     prompts = [draw(rng, _length(rng, workload.input_range, workload)) for _ in range(count)]
     lengths = [_length(rng, workload.output_range, workload) for _ in range(count)]
@@ -170,7 +176,7 @@ def throughput_jobs(workload: WorkloadConfig, repetition: int, tokenize: Tokeniz
     if again is not rng:
         prompts = [draw(again, len(prompt)) for prompt in prompts]
     if workload.prefix_len is not None:
-        prefixes = [draw(again, workload.prefix_len) for _ in range(workload.prefix_groups)]
+        prefixes = [draw(again, workload.prefix_len) for _ in range(min(workload.prefix_groups, count))]
         prompts = [prefixes[n % len(prefixes)] + prompt for n, prompt in enumerate(prompts)]
     if repetition == WARM_UP:
         return [Job(p, min(n, WARM_UP_OUTPUT_LEN)) for p, n in zip(prompts, lengths, strict=True)]
@@ -204,7 +210,7 @@ def _length(rng: random.Random, limits: tuple[int, int], workload: WorkloadConfi
     return length
 
 
-def _draw(workload: WorkloadConfig, tokenize: Tokenize | None) -> Callable[[random.Random, int], list[int]]:
+def _drawing(workload: WorkloadConfig, tokenize: Tokenize | None) -> Callable[[random.Random, int], list[int]]:
     """What makes so many tokens."""
     if workload.prompts == "random":
         return lambda rng, count: random_tokens(rng, count, workload)

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl.bench.arrivals import arrival_times, trace_times
+from minisgl.bench.arrivals import arrival_times
 from minisgl.bench.load import LoadConfig
-from minisgl.bench.online import search
+from minisgl.bench.online import of_trace, search
+from minisgl.bench.workload import Job
 
 
 @pytest.mark.parametrize("kind", ["poisson", "constant", "ramp"])
@@ -47,8 +48,11 @@ def test_one_request_comes_at_once(kind: Any):
     assert arrival_times(kind, 1, 3.0, 1.0, "0") == [0.0]
 
 
-def test_a_trace_can_be_sped_up():
-    assert trace_times([7.0, 8.0, 11.0], 2.0) == [0.0, 0.5, 2.0]
+def test_a_trace_is_sent_in_its_order_and_can_be_sped_up():
+    jobs = [Job([n], 1, at_s=at_s) for n, at_s in enumerate((8.0, 7.0, 11.0))]
+    assert of_trace(jobs, 2.0) == ([jobs[1], jobs[0], jobs[2]], [0.0, 0.5, 2.0])
+    with pytest.raises(ValueError, match="trace_speed needs a dataset whose requests have times"):
+        of_trace([*jobs, Job([9], 1)], 2.0)
 
 
 # What a load may be
@@ -76,11 +80,25 @@ def test_only_a_rate_a_trace_or_a_concurrency_is_a_load():
         ({"concurrency": 0}, "concurrency must be from 1 to 100000, got 0"),
         ({"qps": 1, "burstiness": 0}, "burstiness must be from 0.01 to 1000, got 0"),
         ({"qps": 1, "burstiness": 2.0, "arrivals": "ramp"}, "burstiness must be unset with arrivals ramp, got 2.0"),
-        ({"qps": 1, "trace_speed": 2.0}, "qps must be unset with trace_speed, got 1"),
+        ({"qps": []}, "qps must be a rate, or several like 1,2,4, got []"),
+        ({"qps": 1, "trace_speed": 2.0}, "qps must be unset with trace_speed: a trace has times of its own, got 1"),
         ({"qps": 1, "slo": "itl=3"}, "slo must be like ttft=500,tpot=50, in ms, of ttft, tpot, e2e, got 'itl=3'"),
-        ({"slo": "ttft=3"}, "slo needs a load: give qps, concurrency or trace_speed"),
-        ({"url": "http://x"}, "url needs a load: give qps, concurrency or trace_speed"),
-        ({"url": "x:80", "qps": 1}, "url must begin with http:// or https://, got 'x:80'"),
+        ({"slo": "ttft=3"}, "slo must be unset without a load: give qps, concurrency or trace_speed, got ttft=3"),
+        ({"url": "http://x"}, "url must be unset without a load: give qps, concurrency or trace_speed, got http://x"),
+        ({"endpoint": "chat"}, "endpoint must be unset without a load"),
+        ({"concurrency": 1, "arrivals": "constant"}, "arrivals must be unset without qps, got constant"),
+        ({"concurrency": 1, "burstiness": 2.0}, "burstiness must be unset without qps, got 2.0"),
+        ({"qps": 1, "slo_share": 0.5}, "slo_share must be unset without find_max, got 0.5"),
+        ({"qps": 1, "url": "http://x", "frontends": 2}, "frontends must be unset with url, where a server runs"),
+        ({"qps": 1, "silence": 0}, "silence must be from 0.1 to 86400, got 0"),
+        ({"url": "x:80", "qps": 1}, "url must be like http://127.0.0.1:8000, got 'x:80'"),
+        ({"url": "ftp://x", "qps": 1}, "url must be like http://127.0.0.1:8000, got 'ftp://x'"),
+        ({"url": "http://", "qps": 1}, "url must be like http://127.0.0.1:8000, got 'http://'"),
+        ({"url": "http://[::1", "qps": 1}, "url must be like http://127.0.0.1:8000, got 'http://[::1'"),
+        ({"url": "http://x:y", "qps": 1}, "url must be like http://127.0.0.1:8000, got 'http://x:y'"),
+        ({"url": "http://x:99999", "qps": 1}, "url must be like http://127.0.0.1:8000, got 'http://x:99999'"),
+        ({"url": "http://me:key@x", "qps": 1}, "url must be like http://127.0.0.1:8000, got 'http://me:key@x'"),
+        ({"url": "http://x/?a=b", "qps": 1}, "url must be like http://127.0.0.1:8000, got 'http://x/?a=b'"),
         ({"find_max": True, "qps": 1}, "find_max needs a slo to keep, and one qps to start from"),
         ({"find_max": True, "qps": "1,2", "slo": "ttft=3"}, "find_max needs a slo to keep, and one qps to start from"),
         ({"find_max": True, "slo": "ttft=3"}, "find_max needs a slo to keep, and one qps to start from"),

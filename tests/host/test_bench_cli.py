@@ -128,11 +128,18 @@ def test_the_files_of_results_are_known_to_be_writable_before_anything_is_measur
     bench: Callable[..., Asked], tmp_path: Path
 ):
     for name in ("output", "plot", "html"):
-        for file in (tmp_path, tmp_path / "nowhere" / "out.png"):
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("/dev/null")
+        for file in (tmp_path, tmp_path / "nowhere" / "out.png", Path("/dev/null"), tmp_path / "link"):
             with pytest.raises(typer.BadParameter, match=f"{name} must be a file in a folder that is there"):
                 bench(f"--{name}", file)
     bench("--output", tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text())["model"] == "fake"
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to(tmp_path / "out.json")
+    (tmp_path / "out.json").write_text("")
+    bench("--output", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "out.json").read_text()
 
 
 def test_a_picture_is_a_png_or_an_svg_and_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -7,13 +7,18 @@ import statistics
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import virtual_time
+from hypothesis import given
+from hypothesis import strategies as st
 
-from minisgl.bench.client import Answer, Asking, Load, ServerFault, connect
+from minisgl.bench.answer import Answer, ServerFault
+from minisgl.bench.asking import Asking, Words
+from minisgl.bench.client import Load, connect
 from minisgl.bench.metrics import doubts, latencies, totals
 from minisgl.bench.record import Pass, RequestRecord
 from minisgl.bench.workload import Job
@@ -23,6 +28,9 @@ approx = pytest.approx
 Script = Sequence[tuple[float, bytes | ServerFault]]
 """What a fake server sends, each after so many seconds."""
 
+FIELDS = st.sampled_from(
+    ["choices", "usage", "error", "delta", "text", "content", "token_ids", "finish_reason", "completion_tokens"]
+)
 ROLE = {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
 STOP = {"choices": [{"delta": {}, "finish_reason": "length"}]}
 DONE = b"data: [DONE]\n\n"
@@ -50,11 +58,12 @@ class Fake:
     """A server that answers each request by the next script, without a socket."""
 
     def __init__(self, *scripts: Script) -> None:
-        self.scripts, self.bodies, self.running, self.most = list(scripts), [], 0, 0
+        self.scripts, self.bodies, self.routes, self.running, self.most = list(scripts), [], [], 0, 0
 
     async def answer(self, route: str, body: bytes) -> AsyncGenerator[bytes, None]:
         script = self.scripts[len(self.bodies) % len(self.scripts)]
         self.bodies.append(json.loads(body))
+        self.routes.append(route)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -73,13 +82,14 @@ def load(
     times_s: Sequence[float] | None = None,
     concurrency: int | None = None,
     told: Any = int,
+    asking: Asking = ASKING,
 ) -> Pass:
     measured = Pass(name="", load={} if times_s is None else {"qps": 1.0}, seed=0, began_s=0.0)
     if concurrency is not None:
         measured.load["concurrency"] = concurrency
 
     async def work() -> None:
-        client = Load(fake, ASKING, clock=asyncio.get_running_loop().time, told=told)
+        client = Load(fake, asking, clock=asyncio.get_running_loop().time, told=told)
         each = [Job([1, 2, 3], 2)] * jobs if isinstance(jobs, int) else jobs
         await client.run(measured, each, times_s, concurrency)
 
@@ -137,6 +147,12 @@ def test_reasoning_is_content(text: str):
         ([(0.1, event(ROLE)), (0.1, event(STOP) + used(0) + DONE)], "the answer has no content"),
         ([(0.1, b'data: {"choices": 3}\n\n')], "an event is not as OpenAI's API has it"),
         ([(0.1, b"data: {\n\n")], "an event is not as OpenAI's API has it"),
+        ([(0.1, b"data: [1, 2]\n\n")], "an event is not as OpenAI's API has it"),
+        ([(0.1, b'data: {"error": "\xff"}\n\n')], "an event is not as OpenAI's API has it"),
+        ([(0.1, b"data: " + b"[" * 100_000 + b"\n\n")], "an event is not as OpenAI's API has it"),
+        ([(0.1, event({"usage": {"completion_tokens": "7"}}))], "an event is not as OpenAI's API has it"),
+        ([(0.1, event({"choices": [{"text": "a", "token_ids": 5}]}))], "an event is not as OpenAI's API has it"),
+        ([(0.1, b'{"choices": [{"text": "all at once"}]}')], "the answer broke off, or was no stream of events"),
     ],
 )
 def test_what_fails_is_counted_apart_and_has_no_latency(script: Script, message: str):
@@ -148,6 +164,39 @@ def test_what_fails_is_counted_apart_and_has_no_latency(script: Script, message:
     assert (figures["completed"], figures["failed"], figures["unfinished"]) == (2, 2, 0)
     assert values(measured)["ttft_s"] == approx([0.75, 0.75])
     assert figures["tokens_out"] == 4
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS | st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.dictionaries(FIELDS, JSON).map(json.dumps).map(str.encode) | st.binary(), max_size=4))
+def test_whatever_a_server_sends_is_an_answer_or_its_fault(events: list[bytes]):
+    answer = Answer(RequestRecord(intended_s=0.0))
+    with suppress(ServerFault):
+        for data in events:
+            answer.take(b"data: " + data + b"\n\n", 1.0)
+        answer.end()
+    assert all(each.time_s == 1.0 for each in answer.record.events)
+
+
+def test_what_the_server_does_not_count_is_not_known_and_keeps_no_limit_on_it():
+    uncounted = [(0.5, said("a")), (0.1, said("b", usage={"total_tokens": 9})), (0.0, event(STOP) + DONE)]
+    measured = load(Fake(uncounted), 2)
+    figures = totals(measured, {"tpot": 60.0})
+    assert figures["completed"] == 2 and not {"tokens_out", "output_tokens_per_s", "tokens_per_event"} & figures.keys()
+    assert (figures["goodput_per_s"], totals(measured, {"ttft": 0.6})["slo_share"]) == (0.0, 1.0)
+    assert doubts(measured) == ["2 of 2 answers came without usage: their tokens are not counted"]
+
+
+def test_an_answer_in_one_piece_is_suspect():
+    measured = load(Fake([(0.5, said("all of it")), (0.0, used(9) + DONE)], GOOD), 2)
+    for request in measured.requests:
+        request.asked_tokens = None
+    assert doubts(measured) == ["1 of 2 answers came in one piece: TTFT and TPOT are not of their tokens"]
 
 
 def test_goodput_is_the_requests_that_keep_every_limit_by_the_time():
@@ -189,7 +238,7 @@ def test_requests_leave_at_their_times_however_long_answers_take():
     assert [each - measured.began_s for each in sent if each is not None] == approx([0.0, 0.1, 0.1, 3.7])
     assert [request.intended_s for request in measured.requests] == approx(sent)
     assert totals(measured)["offered_per_s"] == approx(3 / 3.7)
-    assert doubts(measured) == ["4 answers are shorter than was asked for"]
+    assert doubts(measured) == ["4 of 4 answers are shorter than was asked for"]
 
 
 def test_waiting_for_room_counts_from_the_intended_time_only():
@@ -233,6 +282,33 @@ def test_a_conversation_ends_where_a_turn_fails_or_shows_no_tokens():
     assert "shows no token ids" in str(measured.requests[0].error)
 
 
+def test_a_chat_is_of_messages_whose_tokens_are_words():
+    words = Words()
+    prompts = [words.tokenize(text) for text in ("why is  it so", "and\nthen", "is it")]
+    assert [len(prompt) for prompt in prompts] == [4, 2, 2]
+    fake = Fake(GOOD)
+    later = (Job(prompts[1], 1), Job(prompts[2], 2))
+    measured = load(fake, [Job(prompts[0], 2, later=later)], asking=replace(ASKING, words=words))
+    assert fake.routes == ["/v1/chat/completions"] * 3
+    assert [body["messages"] for body in fake.bodies][1:] == [
+        [
+            {"role": "user", "content": "why is  it so"},
+            {"role": "assistant", "content": "ab"},
+            {"role": "user", "content": "and\nthen"},
+        ],
+        [
+            {"role": "user", "content": "why is  it so"},
+            {"role": "assistant", "content": "ab"},
+            {"role": "user", "content": "and\nthen"},
+            {"role": "assistant", "content": "ab"},
+            {"role": "user", "content": "is it"},
+        ],
+    ]
+    assert all("prompt" not in body and "return_token_ids" not in body for body in fake.bodies)
+    assert totals(measured)["failed"] == 0
+    assert Words().text([7, 10_000, 7]) == " 7 10000 7", "what is drawn at random"
+
+
 def test_what_is_sent_is_what_was_asked_for():
     fake = Fake(GOOD)
     load(fake, [Job([1, 2], 5), Job([], 0, body={"messages": ["m"], "max_tokens": 3, "model": "x"}, route="/v1/chat")])
@@ -240,6 +316,7 @@ def test_what_is_sent_is_what_was_asked_for():
     common = {"model": "fake", "stream": True, "stream_options": options}
     assert fake.bodies[0] == {"prompt": [1, 2], "max_tokens": 5, "ignore_eos": True, **common}
     assert fake.bodies[1] == {"messages": ["m"], "max_tokens": 3, **common}
+    assert fake.routes == ["/v1/completions", "/v1/chat"]
 
 
 def test_an_interrupt_leaves_what_was_measured():
@@ -282,7 +359,7 @@ class Socket:
     """A server that speaks HTTP by the scripts, in a thread of its own, and notes when it wrote content."""
 
     def __init__(self, *scripts: Script) -> None:
-        self.fake, self.wrote_s, self.requests = Fake(*scripts), [], []
+        self.fake, self.wrote_s, self.requests, self.talks = Fake(*scripts), [], [], []
         self.loop = asyncio.new_event_loop()
         self.ready = threading.Event()
         self.thread = threading.Thread(target=lambda: self.loop.run_until_complete(self.serve()), daemon=True)
@@ -293,8 +370,10 @@ class Socket:
             self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             self.ready.set()
             await self.over.wait()
+            await asyncio.gather(*self.talks, return_exceptions=True)
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.talks.append(asyncio.current_task())
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         self.requests.append(head)
         body = await reader.readexactly(int(head.partition("content-length: ")[2].split()[0]))
@@ -324,11 +403,12 @@ def listening(*scripts: Script) -> Iterator[Socket]:
         server.loop.close()
 
 
-def over_http(url: str, count: int, times_s: Sequence[float]) -> Pass:
+def over_http(url: str, count: int, times_s: Sequence[float], silence_s: float | None = None) -> Pass:
     measured = Pass(name="", load={"qps": 1.0}, seed=0, began_s=0.0)
 
     async def work() -> None:
-        async with connect(url, {"Authorization": "Bearer sesame", "Content-Type": "application/json"}) as server:
+        headers = {"Authorization": "Bearer sesame", "Content-Type": "application/json"}
+        async with connect(url, headers, silence_s) as server:
             await Load(server, ASKING).run(measured, [Job([1, 2], 2)] * count, times_s, None)
 
     asyncio.run(work())
@@ -356,10 +436,19 @@ def test_over_a_socket_failures_are_failures():
     assert request.error is not None and "Cannot connect" in request.error
 
 
-def test_an_error_status_is_told_with_its_text():
+def test_an_answer_that_says_nothing_more_has_failed():
+    with listening([(0.0, said("a")), (0.9, DONE)], [(0.9, DONE)]) as server:
+        begun, silent = over_http(server.url, 2, [0.0, 0.1], silence_s=0.3).requests
+    assert "imeout" in str(begun.error) and "imeout" in str(silent.error)
+    assert (len(begun.events), len(silent.events)) == (1, 0)
+
+
+def test_an_error_status_is_told_with_its_text_in_one_line():
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"}")
-        writer.write(b"HTTP/1.1 429 Slow\r\nContent-Length: 9\r\nConnection: close\r\n\r\ntoo often")
+        kind = b"Content-Type: text/plain; charset=klingon\r\n"
+        writer.write(b"HTTP/1.1 429 Slow\r\n" + kind + b"Content-Length: 13\r\nConnection: close\r\n\r\n")
+        writer.write(b"too\n often \xff!")
         await writer.drain()
         writer.close()
 
@@ -371,4 +460,4 @@ def test_an_error_status_is_told_with_its_text():
                 await Load(server, ASKING).run(measured, [Job([1], 1)], None, 1)
         return measured
 
-    assert asyncio.run(work()).requests[0].error == "429: too often"
+    assert asyncio.run(work()).requests[0].error == "429: too often \ufffd!"

@@ -84,6 +84,8 @@ SHARE = [
     {"conversations": [{"value": "only a question"}]},
     {"conversations": []},
     {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi there"}]},
+    {"conversations": [{"from": "gpt", "value": "I begin"}, {"from": "human", "value": "do"}]},
+    {"conversations": [{"from": "system", "value": "be"}, {"from": "user", "value": "go"}, {"value": "gone"}]},
 ]
 
 
@@ -91,7 +93,7 @@ SHARE = [
 def test_sharegpt_gives_questions_and_the_lengths_of_answers(lines: bool, tmp_path: Path):
     file = wrote(tmp_path / "share", SHARE, lines)
     found = {("".join(map(chr, job.prompt)), job.output_len, job.later) for job in jobs(dataset=file)}
-    assert found == {("why", 2, ()), ("hello", 8, ())}
+    assert found == {("why", 2, ()), ("hello", 8, ()), ("go", 4, ())}
     (long,) = [job for job in jobs(dataset=file, turns=5) if job.later]
     assert long.later == (Job(letters("and then"), 4),)
     with pytest.raises(ValueError, match="needs a model with a tokenizer"):
@@ -128,7 +130,7 @@ def test_a_trace_shares_blocks_where_it_shares_hash_ids(kind: str, block: int, u
     assert first.prompt[: 2 * block] == second.prompt[: 2 * block]
     assert first.prompt[2 * block :] != second.prompt[2 * block : 2 * block + 3]
     assert first.prompt[:block] != first.prompt[block : 2 * block]
-    assert [each.at_s for each in (first, second, third)] == pytest.approx([0.0, 50 * unit, 200 * unit])
+    assert [each.at_s for each in (first, second, third)] == pytest.approx([100 * unit, 150 * unit, 300 * unit])
     assert {each.output_len for each in (first, second, third)} == {4}
     assert jobs(1, dataset=file)[0].prompt[:block] != first.prompt[:block], "fresh"
     assert jobs(1, dataset=file, fresh=False) == [first, second, third]
@@ -155,17 +157,30 @@ def test_the_warm_up_of_a_dataset_is_drawn(tmp_path: Path):
         ('{"prompt": "x", "a": 1}', "has rows with a, prompt, which is no known dataset"),
         ('{"conversations": []}', "has no request in it"),
         ('{"conversations": [{"value": 3}, {"value": 4}]}', "has a row that is not like its first"),
+        ('{"timestamp": 1, "input_length": 0, "output_length": 1}', "Expected `int` >= 1 - at `$.input_length`"),
+        ('{"timestamp": 1, "input_length": 1000000000000, "output_length": 1}', "Expected `int` <= 10000000 - at"),
+        ('{"timestamp": "now", "input_length": 1, "output_length": 1}', "Expected `float`, got `str`"),
+        ('{"url": "@elsewhere/v1", "body": {}}', "Expected `str` matching regex '^/' - at `$.url`"),
+        ('{"url": "/v1/completions", "body": "x"}', "Expected `object`, got `str` - at `$.body`"),
+        ('{"conversations": "\udcff"}', "is neither a JSON list nor JSON lines of objects"),
+        ("[" * 100_000, "is neither a JSON list nor JSON lines of objects"),
         (
             '{"timestamp": 1, "input_length": 1, "output_length": 1}\n{"timestamp": 1}',
-            "has a row that is not like its first: KeyError('input_length')",
+            "has a row that is not like its first: Object missing required field `input_length`",
         ),
     ],
 )
 def test_a_file_that_is_no_dataset_is_refused(text: str | None, message: str, tmp_path: Path):
     if text is not None:
-        (tmp_path / "data").write_text(text)
+        (tmp_path / "data").write_text(text, errors="surrogateescape")
     with pytest.raises(ValueError, match=re.escape(message)):
         jobs(dataset=str(tmp_path / "data"))
+
+
+def test_only_conversations_have_turns(tmp_path: Path):
+    file = trace(tmp_path / "trace", "bailian", (0, 10, [1]))
+    with pytest.raises(ValueError, match=r"turns must be 1 with requests that are no conversations, in .*, got 2"):
+        jobs(dataset=file, turns=2)
 
 
 def test_drawing_a_prompt_does_not_touch_the_generator_that_everyone_shares():

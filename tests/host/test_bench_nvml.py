@@ -11,8 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from recorded_gpus import RECORDINGS, RecordedGpus, made_up, recorded_run
+from rich.console import Console
 
-from minisgl.bench import nvml
+from minisgl.bench import nvml, report
+from minisgl.bench.figures import pass_figures
 from minisgl.bench.nvml import Nvml, Sampler, doubts, energy, joules, open_gpus, others
 from minisgl.bench.record import GpuSample
 
@@ -97,42 +100,29 @@ def test_a_process_may_have_a_name_with_brackets(tmp_path: Path):
     assert others([77, 78], tmp_path) == 1
 
 
-# Energy: two GPUs, sampled every 0.1 s for 10 s
-
-
-def recorded(power_w: Callable[[float], float], counter: bool = True, gpus: int = 1) -> list[GpuSample]:
-    """What a GPU would have said whose power is that; its counter moves by what it took since the last sample."""
-    samples, spent_mj = [], [5_000_000] * gpus
-    for step in range(101):
-        for gpu in range(gpus):
-            time_s = step / 10
-            spent_mj[gpu] += round(100 * power_w(time_s - 0.05)) if step else 0
-            samples.append(
-                GpuSample(time_s=time_s, gpu=gpu, power_w=power_w(time_s), energy_mj=spent_mj[gpu] if counter else None)
-            )
-    return samples
+# Energy: GPUs, sampled every 0.1 s for 10 s
 
 
 def test_energy_is_the_counters_difference_read_off_between_samples():
-    samples = recorded(lambda _: 500.0, gpus=2)
+    samples = made_up(lambda _: 500.0, gpus=2)
     assert energy(samples, 1.0, 3.0) == (pytest.approx(2 * 500 * 2.0), "counter")
     assert energy(samples, 1.03, 3.29) == (pytest.approx(2 * 500 * 2.26), "counter")
 
 
 def test_without_a_counter_power_is_integrated_and_that_is_said():
-    samples = recorded(lambda time_s: 100 * time_s, counter=False)
+    samples = made_up(lambda time_s: 100 * time_s, counter=False)
     assert energy(samples, 2.0, 6.0) == (pytest.approx(50 * (36 - 4)), "power")
 
 
 def test_counter_and_power_agree_where_power_changes():
-    samples = recorded(lambda time_s: 700.0 if 2 < time_s < 6 else 120.0)
+    samples = made_up(lambda time_s: 700.0 if 2 < time_s < 6 else 120.0)
     by_counter, by_power = joules("counter", samples, 0.5, 9.5), joules("power", samples, 0.5, 9.5)
     assert by_counter is not None and by_power == pytest.approx(by_counter, rel=0.05)
     assert by_counter == pytest.approx(700 * 4 + 120 * 5, rel=0.02)
 
 
 def test_a_stretch_that_samples_do_not_cover_or_that_is_short_has_no_energy():
-    samples = recorded(lambda _: 500.0)
+    samples = made_up(lambda _: 500.0)
     assert energy(samples, 1.0, 10.5) is None and energy(samples, -0.1, 3.0) is None
     assert energy(samples, 1.0, 1.9) is None
     assert energy([], 1.0, 3.0) is None
@@ -168,9 +158,36 @@ def test_the_sampler_has_samples_around_a_stretch_and_none_beyond():
     assert again == samples
 
 
+recordings = pytest.mark.parametrize("file", [None, *RECORDINGS], ids=lambda file: file.stem if file else "made up")
+
+
+@recordings
+def test_the_sampler_has_what_a_recorded_run_had(file: Path | None):
+    samples = recorded_run(file).passes[0].samples
+    with Sampler(gpus := RecordedGpus(samples), interval_s=0.01) as sampler:
+        time.sleep(0.3)
+        began_s = time.monotonic()
+        time.sleep(0.9)
+        got = sampler.between(began_s, time.monotonic())
+    said = {(each.time_s + gpus.later_s, each.gpu): each.energy_mj for each in samples}
+    heard = {(each.time_s, each.gpu): each.energy_mj for each in got}
+    assert len({time_s for time_s, _ in heard}) >= 5 and heard.items() <= said.items()
+
+
+@recordings
+def test_of_a_recorded_run_counter_and_power_agree(file: Path | None):
+    run, console = recorded_run(file), Console(width=200)
+    with console.capture() as shown:
+        report.show(run, console)
+    for part in run.passes:
+        figures = pass_figures(run, part)
+        assert figures["counter_per_power"] == pytest.approx(1.0, abs=0.05)
+        assert figures["joules"] > 0 and f"{part.name}: {figures['joules']:,.0f} J" in shown.get()
+
+
 def test_the_sampler_without_gpus_does_nothing():
-    with Sampler(None) as sampler:
-        assert sampler.between(0.0, 10.0) == []
+    with Sampler("there are none") as sampler:
+        assert (sampler.between(0.0, 10.0), sampler.missing) == ([], "there are none")
 
 
 def test_the_sampler_ends_with_its_block():

@@ -1,15 +1,20 @@
 """`minisgl bench` against a server: a real frontend on a fake engine, over HTTP."""
 
+import asyncio
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import typer
@@ -19,8 +24,9 @@ from server_process import ENVIRONMENT, MINISGL, PATIENCE_S
 from cli.main import main
 from cli.options import command
 from cli.terminal import LogConfig
-from minisgl.bench import record
-from minisgl.bench.client import Asking
+from minisgl.bench import online, record
+from minisgl.bench.asking import Asking, Said
+from minisgl.bench.load import LoadConfig
 from minisgl.bench.metrics import totals
 from minisgl.bench.own_server import own_server, serve_options, write_word_tokenizer
 from minisgl.bench.workload import Job
@@ -75,8 +81,8 @@ def test_a_setting_of_zero_is_sent_and_one_that_is_off_is_not(bench: Bench):
     asked = dict[str, Any]()
 
     class Spy(Asking):
-        def body(self, job: Job, prompt: Sequence[int]) -> bytes:
-            body = super().body(job, prompt)
+        def body(self, job: Job, said: Sequence[Said]) -> bytes:
+            body = super().body(job, said)
             asked.update(json.loads(body))
             return body
 
@@ -96,6 +102,14 @@ def test_conversations_and_text_go_through_the_servers_tokenizer(bench: Bench):
     run = bench("--concurrency", 2, "--requests", 2, "--turns", 3, "--prompts", "text", "--output-len", 4)
     lengths = sorted(request.prompt_tokens or 0 for request in run.passes[0].requests)
     assert lengths == sorted([128, 128 + 4 + 128, 2 * (128 + 4) + 128] * 2)
+
+
+def test_a_chat_is_measured_like_a_completion(bench: Bench):
+    run = bench("--concurrency", 2, "--requests", 2, "--turns", 2, "--endpoint", "chat", "--prompts", "text")
+    (part,) = run.passes
+    assert totals(part)["tokens_out"] == 4 * 128
+    lengths = [request.prompt_tokens or 0 for request in part.requests]
+    assert min(lengths) >= 128 and max(lengths) > 2 * 128 + 128
 
 
 def test_a_batch_file_is_sent_as_it_is(bench: Bench, tmp_path: Path):
@@ -141,16 +155,18 @@ def test_requests_that_fail_make_the_exit_code_1_and_are_shown(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--qps", "9", "--max-token-id", "500"], "the server does not answer as it should: 400:"),
-        (["--qps", "9", "--api-key", "wrong"], "the server does not answer as it should: 401:"),
+        (["--qps", "9", "--max-token-id", "500"], "the server does not answer as it should: 400: "),
+        (["--qps", "9", "--api-key", "wrong"], r"the server does not answer as it should: http://\S+/v1/models: 401: "),
         (
             ["--qps", "9", "--url", "http://127.0.0.1:9"],
-            "the server does not answer as it should: http://127.0.0.1:9/v1/models: [Errno 111]",
+            "the server does not answer as it should: http://127.0.0.1:9/v1/models: Cannot connect to host",
         ),
+        (["--qps", "9", "--model", "other"], f"model must be one of the server's, {MODEL}, got 'other'"),
+        (["--qps", "9", "--slo", "ttft=9", "--find-max", "--repeat", "2"], "repeat must be unset with find_max"),
         (["--qps", "9", "--max-tokens", "5"], "max_tokens must be unset, got 5"),
         (["--qps", "9", "--latency"], "latency must be unset with a load on a server"),
         (["--trace-speed", "1"], "trace_speed needs a trace: give its file as dataset"),
-        (["--qps", "9", "--input-len", str(CONTEXT)], "the server does not answer as it should: 400:"),
+        (["--qps", "9", "--input-len", str(CONTEXT)], "the server does not answer as it should: 400: "),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(
@@ -160,7 +176,7 @@ def test_what_cannot_be_measured_is_one_line(
     rest = [word for name, value in common.items() if name not in arguments for word in (name, value)]
     assert main(["bench", *arguments, *rest]) == 1
     *_, last = capsys.readouterr().err.strip().splitlines()
-    assert last.startswith(f"Error: {message}")
+    assert re.match(f"Error: {message}", last)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -182,6 +198,120 @@ def test_a_signal_leaves_what_was_measured(number: int, code: int, server: Serve
         assert ended == code, said
     (part,) = record.read(output).passes
     assert part.interrupted and totals(part)["completed"] > 0 and totals(part)["failed"] == 0
+
+
+def test_a_signal_at_the_last_moment_is_not_lost():
+    async def work(_: object) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(PATIENCE_S)
+        return "done"
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(SystemExit) as ended:
+        online._Server("http://127.0.0.1:9", LoadConfig(qps=1)).run(work)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+# Servers of others
+
+
+class Peer(BaseHTTPRequestHandler):
+    """Answers each route with its bytes, by any method; 404 where there are none."""
+
+    answers: ClassVar[dict[str, bytes]] = {}
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        answer = self.answers.get(self.path)
+        self.send_response(404 if answer is None else 200)
+        self.send_header("Content-Length", str(len(answer or b"")))
+        self.end_headers()
+        self.wfile.write(answer or b"")
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class PeerServer(ThreadingHTTPServer):
+    request_queue_size = 128
+
+
+MODELS = b'{"data": [{"id": "theirs"}]}'
+STREAM = (
+    b'data: {"choices": [{"text": "a", "delta": {"content": "a"}}], "usage": {"completion_tokens": 1}}\n\n'
+    b"data: [DONE]\n\n"
+)
+
+
+@pytest.fixture
+def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, bytes]], str]]:
+    """`peer(answers)` is the URL of a server that has these."""
+    with PeerServer(("127.0.0.1", 0), Peer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+
+        def start(answers: dict[str, bytes]) -> str:
+            monkeypatch.setattr(Peer, "answers", answers)
+            return f"http://127.0.0.1:{server.server_port}"
+
+        yield start
+        server.shutdown()
+        thread.join()
+
+
+LOAD = ("--concurrency", "2", "--requests", "3", "--input-len", "5", "--output-len", "1")
+
+
+def test_a_server_that_has_only_the_chat_is_measured_by_it(peer: Any, capsys: pytest.CaptureFixture[str]):
+    url = peer({"/v1/models": MODELS, "/v1/chat/completions": STREAM})
+    assert main(["bench", "--url", url, *LOAD]) == 1
+    assert "Error: the server does not answer as it should: 404: " in capsys.readouterr().err
+    assert main(["bench", "--url", f"{url}/v1/", *LOAD, "--endpoint", "chat"]) == 0
+
+
+def test_an_emptied_cache_may_be_told_in_any_words(peer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    row = {"timestamp": 0, "input_length": 5, "output_length": 1}
+    (tmp_path / "trace").write_text(json.dumps(row))
+    answers = {"/v1/models": MODELS, "/v1/completions": STREAM, "/reset_prefix_cache": b"Cache flushed."}
+    flags = ["--concurrency", "1", "--dataset", str(tmp_path / "trace")]
+    assert main(["bench", "--url", peer(answers), *flags]) == 0
+    assert "cannot be emptied" not in capsys.readouterr().err
+    del answers["/reset_prefix_cache"]
+    assert main(["bench", "--url", peer(answers), *flags]) == 0
+    assert "the server's prefix cache cannot be emptied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "models", [b"", b"[]", b"{}", b'{"data": []}', b'{"data": ["m"]}', b'{"data": "\xff"}', b"\xff"]
+)
+def test_a_list_of_models_that_is_none_is_one_line(models: bytes, peer: Any, capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "--url", peer({"/v1/models": models}), *LOAD]) == 1
+    *_, last = capsys.readouterr().err.strip().splitlines()
+    assert re.match(
+        r"Error: the server does not answer as it should: http://\S+/v1/models is not as OpenAI's API", last
+    )
+
+
+def test_settings_for_a_proxy_are_not_looked_at(peer: Any, monkeypatch: pytest.MonkeyPatch):
+    url = peer({"/v1/models": MODELS, "/v1/completions": STREAM})
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert main(["bench", "--url", url, *LOAD]) == 0
+
+
+def test_there_may_be_more_connections_than_files_are_allowed_at_first(peer: Any):
+    url = peer({"/v1/models": MODELS, "/v1/completions": STREAM})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 30, hard))
+    try:
+        assert main(["bench", "--url", url, "--concurrency", "60", "--requests", "60"]) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # A server of its own

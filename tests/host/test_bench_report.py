@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cli.main import main
 from minisgl.bench import html, plot, record, report
-from minisgl.bench.compare import differences, unlike
+from minisgl.bench.compare import Measure, differences, interval, unlike
 from minisgl.bench.figures import pass_figures, phase_figures
 from minisgl.bench.output import OutputConfig
 from minisgl.bench.record import Ceilings, Event, GpuSample, Pass, Phase, RequestRecord, Run
@@ -26,7 +26,7 @@ CEILINGS = Ceilings(bytes_per_s=4e12, flops_per_s=8e14, dtype="bfloat16", source
 def run(mode: Any, *passes: Pass, **changes: Any) -> Run:
     given: dict[str, Any] = {"engine": {"dtype": "bfloat16"}, "shape": asdict(MODEL), "ceilings": CEILINGS}
     fixed: dict[str, Any] = {"date": "", "model": "fake", "device": "Toaster", "machine": {}, "versions": {}}
-    return Run(mode=mode, passes=list(passes), workload={}, **fixed, **(given | changes))
+    return Run(mode=mode, passes=list(passes), workload={}, **(fixed | given | changes))
 
 
 def power(began_s: float, ended_s: float, watts: Callable[[float], float], **more: Any) -> list[GpuSample]:
@@ -110,17 +110,17 @@ def rows(text: str) -> list[str]:
 
 def test_each_phase_has_its_time_its_bound_and_what_it_attained():
     given = run("throughput", repetition())
-    prefill, decode = phase_figures(given, given.passes[0])
     roof = Roofline(MODEL, CEILINGS)
-    assert (prefill.times_s, prefill.tokens_per_s, decode.times_s, decode.tokens_per_s) == ([2.0], 1750, [8.0], 50)
-    assert prefill.need == roof.prefill([(1000, 500), (1000, 0), (1000, 0), (1000, 0)])
-    assert decode.need == roof.decode([(1000, 101)] * 4)
+    prefill, decode = roof.prefill([(1000, 500), (1000, 0), (1000, 0), (1000, 0)]), roof.decode([(1000, 101)] * 4)
     figures = pass_figures(given, given.passes[0])
+    assert (figures["prefill.time_s"], figures["decode.time_s"]) == (2, 8)
+    assert (figures["prefill.least_s"], figures["prefill.compute_s"]) == (prefill.least_s, prefill.least_s)
+    assert (figures["decode.least_s"], figures["decode.compute_s"]) == (decode.least_s, 0)
     assert (figures["prefill.tokens_per_s"], figures["decode.tokens_per_s"]) == (1750, 50)
-    assert figures["decode.bound_share"] == pytest.approx(decode.need.least_s / 8)
-    assert figures["decode.bytes_per_s"] == pytest.approx(decode.need.bytes / 8)
-    assert figures["prefill.flops_per_s"] == pytest.approx(prefill.need.flops / 2)
-    assert figures["bound_share"] == pytest.approx((prefill.need.least_s + decode.need.least_s) / 10)
+    assert figures["decode.bound_share"] == pytest.approx(decode.least_s / 8)
+    assert figures["decode.bytes_per_s"] == pytest.approx(decode.bytes / 8)
+    assert figures["prefill.flops_per_s"] == pytest.approx(prefill.flops / 2)
+    assert figures["bound_share"] == pytest.approx((prefill.least_s + decode.least_s) / 10)
     assert figures["mean_batch"] == pytest.approx(404 / 101)
     text = shown(given)
     assert "compute" in text and "memory" in text and "ceilings: 4,000 GB/s, 800.0 TFLOP/s, measured" in text
@@ -129,12 +129,11 @@ def test_each_phase_has_its_time_its_bound_and_what_it_attained():
 def test_a_mixed_phase_is_given_the_bound_of_what_was_decoded_in_it():
     part = repetition()
     part.phases = [Phase("mixed", 100.0, 102.0, 4, 4000, 500, 104), Phase("decode", 102.0, 110.0, 4, 0, 0, 300)]
-    mixed, decode = phase_figures(run("throughput", part), part)
+    phases = phase_figures(run("throughput", part), part)
     roof = Roofline(MODEL, CEILINGS)
     prefill, whole = roof.prefill([(1000, 500), *[(1000, 0)] * 3]), roof.decode([(1000, 101)] * 4)
-    assert mixed.need and decode.need
-    assert mixed.need.least_s == pytest.approx(prefill.least_s + whole.least_s / 4)
-    assert decode.need.least_s == pytest.approx(whole.least_s * 3 / 4)
+    assert phases["mixed"]["least_s"] == pytest.approx(prefill.least_s + whole.least_s / 4)
+    assert phases["decode"]["least_s"] == pytest.approx(whole.least_s * 3 / 4)
 
 
 def test_energy_is_told_apart_for_prefill_and_decode():
@@ -160,6 +159,7 @@ def test_repetitions_of_a_shape_are_taken_together():
     text = rows(shown(run("latency", part)))
     assert next(row for row in text if " prefill " in row).startswith("4 × 1000 prefill 2,000 4,000 1,750 compute")
     assert next(row for row in text if " decode " in row).startswith("4 × 1000 decode 8,000 16,000 50.00 memory")
+    assert "found in the prefix cache: 12.5% of a batch's prompt tokens at most" in text, "whatever is measured"
 
 
 # Tables
@@ -211,6 +211,30 @@ def test_a_load_has_a_row_its_latencies_and_their_formulas():
         OutputConfig().keep(Console(quiet=True), given)
 
 
+def test_every_file_and_the_tables_are_tried_whatever_fails_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    given, console = run("throughput", repetition()), Console(width=200)
+    results = OutputConfig(output=str(tmp_path / "out.json"), html=str(tmp_path / "out.html"))
+    for module in ("record.write", "report.show"):
+        with monkeypatch.context() as patch, console.capture() as capture:
+            patch.setattr(f"minisgl.bench.{module}", full)
+            with pytest.raises(OSError, match="No space"):
+                results.keep(console, given)
+        assert (module == "report.show") == ("output tok/s" not in capture.get())
+        written = {path.name for path in tmp_path.iterdir()}
+        assert written == ({"out.html", "out.json"} if module == "report.show" else {"out.html"})
+
+
+def test_tokens_that_came_together_and_doubts_are_told():
+    part = load("2 req/s", 2.0, [0.1, 0.2])
+    part.requests[0].events = part.requests[0].events[:1]
+    text = shown(run("online", part))
+    assert "2 req/s: 1.82 tokens in an event: ITL is from event to event" in text
+    assert "SUSPECT 2 req/s: 1 of 2 answers came in one piece" in text
+
+
 def test_no_number_of_the_standing_workload_is_cut_on_a_terminal_of_80_columns():
     part = repetition("1", scale=1.5)
     for request in part.requests:
@@ -233,11 +257,24 @@ def pictured() -> list[Run]:
         run("latency", repetition("4 × 1000")),
         run("online", load("1 req/s", 1.0, [0.1, 0.2]), load("2 req/s", 2.0, [0.3, 0.5])),
         run("online", load("1 req/s", 1.0, [], failed=2)),
+        run("online", *(load(f"{rate} req/s", rate, [0.1] * 3) for rate in range(1, 20)), model="$x$ \\$ $\\frac"),
+        run("online", cut(load("1 req/s", 1.0, [0.1, 0.2]))),
+        run("throughput", Pass(name="1", seed=0, began_s=1.0, interrupted=True)),
     ]
 
 
-@pytest.mark.parametrize("given", pictured(), ids=["throughput", "latency", "online", "all failed"])
-def test_every_run_can_be_drawn(given: Run, tmp_path: Path):
+def cut(part: Pass) -> Pass:
+    """An interrupted pass of one event, whose server counts nothing."""
+    first = part.requests[0]
+    first.events, first.ended_s, first.completion_tokens = first.events[:1], first.events[0].time_s, None
+    part.requests[1].ended_s = None
+    part.interrupted, part.ended_s = True, first.ended_s
+    return part
+
+
+@pytest.mark.parametrize("given", pictured())
+def test_every_run_can_be_shown_and_drawn(given: Run, tmp_path: Path):
+    assert given.model in shown(given)
     plot.draw(given, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     plot.draw(given, tmp_path / "out.svg")
@@ -248,7 +285,7 @@ def test_the_html_report_needs_no_other_file(tmp_path: Path):
     given = run("online", load("<2> req/s", 2.0, [0.1, 0.2]), sampling={"stop": "</pre>"})
     html.write(given, tmp_path / "out.html")
     page = (tmp_path / "out.html").read_text()
-    assert "<svg" in page and "TPOT = (E2E − TTFT) / (N − 1)" in page
+    assert "<title>online of fake</title>" in page and "<svg" in page and "TPOT = (E2E − TTFT) / (N − 1)" in page
     assert "&lt;2&gt; req/s" in page and "&lt;/pre&gt;" in page
     assert not re.search(r"""(src|href)=["'](?!#)""", page)
 
@@ -288,10 +325,34 @@ def test_a_change_within_the_tolerance_or_within_chance_is_none():
 def test_the_interval_is_the_bootstraps_and_covers_the_true_change():
     covered = 0
     for seed in range(20):
-        found = differences(several(seed, 0.2, count=60), several(1000 + seed, 0.22, count=60), 0.05)
-        low, high = next(each.interval for each in found if each.figure == "TTFT ms, median") or (0.0, 0.0)
+        rng = np.random.default_rng(seed)
+        a, b = (Measure(list(rng.normal(mean, 0.02, 60)), np.median) for mean in (0.2, 0.22))
+        low, high = interval(a, b)
         covered += low <= 0.1 <= high
     assert covered >= 16, "95 % of 20 are 19"
+
+
+def test_the_gaps_of_a_request_are_drawn_together_for_they_are_alike():
+    rng = np.random.default_rng(0)
+    groups = [np.full(100, gap) for gap in rng.normal(1.0, 0.2, 20)]
+    together, apart = Measure(groups, np.mean), Measure(list(np.concatenate(groups)), np.mean)
+    (low, high), (low_apart, high_apart) = interval(together, together), interval(apart, apart)
+    assert high - low > 5 * (high_apart - low_apart)
+
+
+def test_requests_that_fail_make_a_run_worse_however_fast_the_others_are():
+    fast, broken = run("online", load("2 req/s", 2.0, [0.2] * 4)), run("online", load("2 req/s", 2.0, [0.1], failed=3))
+    assert verdicts(fast, broken)["failed, share"] == "worse"
+    assert verdicts(broken, fast)["failed, share"] == "better"
+    assert verdicts(fast, fast)["failed, share"] == ""
+
+
+def test_a_figure_that_was_zero_can_become_worse_or_better():
+    def rated(ttft_s: float) -> Run:
+        return run("online", load("2 req/s", 2.0, [ttft_s] * 4), load={"slo": "ttft=300"})
+
+    assert verdicts(rated(0.4), rated(0.2))["goodput req/s"] == "better"
+    assert verdicts(rated(0.2), rated(0.4))["goodput req/s"] == "worse"
 
 
 def test_throughput_is_better_when_higher_and_phases_when_shorter():
@@ -330,6 +391,8 @@ def test_the_exit_code_of_compare_says_whether_anything_is_worse(tmp_path: Path,
     assert main(["compare", files[1], files[0]]) == 0
     assert main(["compare", files[0], files[1], "--tolerance", "9"]) == 0
     assert main(["compare", files[0], files[1], "--tolerance", "-1"]) == 1
-    assert "tolerance must be at least 0, got -1.0" in capsys.readouterr().err
+    assert "tolerance must be a number of at least 0, got -1.0" in capsys.readouterr().err
+    assert main(["compare", files[0], files[1], "--tolerance", "nan"]) == 1
+    assert "tolerance must be a number of at least 0, got nan" in capsys.readouterr().err
     assert main(["compare", files[0], files[2]]) == 1
     assert "none.json is no run of minisgl bench" in capsys.readouterr().err

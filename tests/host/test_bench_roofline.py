@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from minisgl.bench import offline
 from minisgl.bench.ceilings import ceilings, in_child
-from minisgl.bench.machine import Gpu, Nvidia
 from minisgl.bench.record import Ceilings
 from minisgl.bench.roofline import Need, Roofline
 from minisgl.bench.workload import WorkloadConfig, throughput_jobs
+from minisgl.doctor.machine import Gpu, Nvidia, device_name
 from minisgl.source.model_config import ModelConfig, read_model_config
 
 MODELS = Path(__file__).parents[2] / "bench_configs" / "models"
@@ -74,7 +73,7 @@ def test_the_bound_by_hand_for_a_model_of_a_few_weights():
     expected = sum(2 * (body + head) * n / 1e5 + kv_bytes * context / 1e6 for n, context in steps)
     decode = roof.decode([(3, 2), (1, 2)]) + roof.decode_step(1, 5) + roof.decode_step(1, 6)
     assert decode.least_s == pytest.approx(expected)
-    assert (decode.bound_by, decode.bytes) == ("compute", 3 * 2 * (body + head) + kv_bytes * (6 + 5 + 6))
+    assert (decode.compute_s > decode.memory_s, decode.bytes) == (True, 3 * 2 * (body + head) + kv_bytes * (6 + 5 + 6))
     assert roof.decode([(5, 1)]) == Need()
 
 
@@ -95,9 +94,9 @@ def test_a_prompt_in_the_prefix_cache_needs_only_its_rest():
 
 def test_prefill_is_bound_by_computing_and_decode_by_reading():
     roof = Roofline(model("qwen3-14b"), H200)
-    assert roof.prefill([(1024, 0)] * 8).bound_by == "compute"
-    assert roof.prefill([(16, 0)]).bound_by == "memory"
-    assert roof.decode([(128, 256)]).bound_by == "memory"
+    assert roof.prefill([(1024, 0)] * 8).memory_s == 0
+    assert roof.prefill([(16, 0)]).compute_s == 0
+    assert roof.decode([(128, 256)]).compute_s == 0
 
 
 def answered(device: str, dtype: str) -> str:
@@ -142,5 +141,5 @@ def gpus(*names: str) -> Nvidia:
     ],
 )
 def test_a_gpu_has_the_name_that_its_driver_gives_it(answer: Any, name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("minisgl.bench.machine.ask_nvidia", answer)
-    assert offline.device_name("cuda") == name
+    monkeypatch.setattr("minisgl.doctor.machine.ask_nvidia", answer)
+    assert device_name("cuda") == name

@@ -44,18 +44,72 @@ def test_latency_has_every_batch_size_with_every_length_and_new_prompts_each_tim
     [
         ({"input_len": [3, 2]}, "input_len must have the least length first, got [3, 2]"),
         ({"input_len": [1, 2, 3]}, "input_len must be one length, or the least and the most, got [1, 2, 3]"),
-        ({"output_len": 0}, "output_len must be from 1 to 2147483647, got 0"),
+        ({"output_len": 0}, "output_len must be from 1 to 10000000, got 0"),
         ({"input_len": "long"}, "input_len must be a whole number or a list of whole numbers, got 'long'"),
-        ({"requests": 0}, "requests must be from 1 to 2147483647, got 0"),
-        ({"repeat": 0}, "repeat must be from 1 to 2147483647, got 0"),
-        ({"latency": True, "requests": 3}, "requests must be unset with latency: batch_size says how many, got 3"),
-        ({"latency": True, "output_len": [2, 3]}, "output_len must be one length with latency, got [2, 3]"),
-        ({"latency": True, "input_len": [1, 0]}, "input_len must be from 1 to 2147483647, got 0"),
-        ({"batch_size": 0}, "batch_size must be from 1 to 2147483647, got 0"),
-        ({"latency": True, "output_len": 1}, "output_len must be at least 2 with latency"),
+        ({"requests": 0}, "requests must be from 1 to 10000000, got 0"),
+        ({"repeat": 0}, "repeat must be from 1 to 10000000, got 0"),
+        ({"latency": True, "requests": 3}, "requests must be unset with latency, of equal batches, got 3"),
+        (
+            {"latency": True, "output_len": [2, 3]},
+            "output_len must be one length of 2 or more with latency, got [2",
+        ),
+        ({"latency": True, "input_len": [1, 0]}, "input_len must be from 1 to 10000000, got 0"),
+        ({"latency": True, "input_len": []}, "batch_size and input_len must have a value each with latency, got none"),
+        ({"latency": True, "batch_size": []}, "batch_size and input_len must have a value each with latency, got none"),
+        ({"input_len": []}, "input_len must be one length, or the least and the most, got []"),
+        ({"batch_size": 0}, "batch_size must be from 1 to 10000000, got 0"),
+        ({"latency": True, "output_len": 1}, "output_len must be one length of 2 or more with latency, got 1"),
+        ({"requests": 10**6, "input_len": 10**6}, "1,000,000 prompts of 1,000,000 tokens are more than 100,000,000"),
+        ({"requests": 10**4, "turns": 10**4}, "10,000 prompts of 1,280,000 tokens are more than 100,000,000"),
+        ({"prefix_len": 10**7}, "16 prompts of 10,000,128 tokens are more than 100,000,000"),
+        ({"latency": True, "batch_size": [1, 10**6]}, "1,000,000 prompts of 128 tokens are more than 100,000,000"),
         ({"batch_size": 5}, "batch_size must be unset without latency, got 5"),
     ],
 )
 def test_a_workload_that_makes_no_sense_is_refused(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         WorkloadConfig(**options)
+
+
+OTHER: dict[str, Any] = {
+    "requests": 3,
+    "input_len": 9,
+    "output_len": 9,
+    "lengths": "normal",
+    "prompts": "text",
+    "max_token_id": 9,
+    "prefix_len": 9,
+    "prefix_groups": 2,
+    "turns": 2,
+    "dataset": "file",
+    "fresh": False,
+}
+"""Of each option a value that is not its default."""
+
+
+@pytest.mark.parametrize(
+    ("options", "without_effect"),
+    [
+        (
+            {"latency": True},
+            ["requests", "lengths", "prompts", "prefix_len", "prefix_groups", "turns", "dataset", "fresh"],
+        ),
+        ({"dataset": "file"}, ["lengths", "prompts", "prefix_len", "prefix_groups"]),
+        ({}, ["prefix_groups"]),
+        ({"prompts": "text"}, ["prefix_groups", "prompts"]),  # the last with a dataset
+        ({"prefix_len": 3}, ["prefix_len"]),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(options: dict[str, Any], without_effect: list[str]):
+    refused = []
+    for name in OTHER.keys() - options.keys():
+        try:
+            WorkloadConfig(**options, **{name: OTHER[name]})
+        except ValueError as error:
+            refused.append(str(error).partition(" must be unset with")[0])
+    assert sorted(refused) == sorted(without_effect)
+
+
+def test_a_few_numbers_do_not_fill_the_memory():
+    jobs = throughput_jobs(WorkloadConfig(requests=2, input_len=3, prefix_len=4, prefix_groups=10_000_000), 0)
+    assert [len(job.prompt) for job in jobs] == [7, 7]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from minisgl import __version__, host
-from minisgl.bench import doctor, machine
-from minisgl.bench.doctor import Finding
-from minisgl.bench.machine import Gpu, Nvidia, Torch
+from minisgl.doctor import checks, machine
+from minisgl.doctor.checks import Finding
+from minisgl.doctor.machine import Gpu, Nvidia, Torch
 
 ROOT = Path(__file__).parents[2]
 CPU_TORCH = Torch(version="2.13.0+cpu", cuda=None, devices=0, triton_fault=None)
@@ -80,7 +80,7 @@ def test_a_cache_in_a_folder_that_may_not_be_looked_into_is_broken(tmp_path: Pat
     monkeypatch.setattr(os, "stat", refuse)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     (tmp_path / "shut").mkdir()
-    finding = next(doctor.cache())
+    finding = next(checks.cache())
     assert (finding.status, finding.name) == ("broken", "cache") and f"{tmp_path / 'shut'} cannot" in finding.text
 
 
@@ -108,7 +108,7 @@ def test_a_package_in_another_version_than_needed_is_broken(monkeypatch: pytest.
     monkeypatch.setattr(machine, "requires", lambda _: needs)
     here = machine.installed("tokenizers")
     assert machine.unmet_requirements() == [f"tokenizers>=99 (here: {here})", "no-such-package (here: none)"]
-    broken = [finding.text for finding in doctor.packages(CPU_TORCH) if finding.status == "broken"]
+    broken = [finding.text for finding in checks.packages(CPU_TORCH) if finding.status == "broken"]
     assert len(broken) == 2 and f"minisgl needs tokenizers>=99 (here: {here})" in broken[0]
 
 
@@ -126,7 +126,7 @@ def test_a_triton_that_cannot_be_imported_is_broken_where_there_is_a_gpu(
 ):
     monkeypatch.setattr(machine, "installed", lambda _: version)
     torch = Torch(version="2.13.0", cuda=None, devices=devices, triton_fault="libfoo.so is missing")
-    (triton,) = [finding for finding in doctor.packages(torch) if finding.name == "triton"]
+    (triton,) = [finding for finding in checks.packages(torch) if finding.name == "triton"]
     assert triton.status == status and part in triton.text
 
 
@@ -146,14 +146,14 @@ def test_gpus_are_judged_by_driver_and_torch_together(
     asked: Nvidia | None, torch: Torch | str, status: str, part: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    findings = list(doctor.gpus(asked, torch))
+    findings = list(checks.gpus(asked, torch))
     assert any(part in f"{finding.name} {finding.text}" and finding.status == status for finding in findings)
     assert max(findings, key=lambda finding: ["ok", "warn", "broken"].index(finding.status)).status == status
 
 
 def test_gpus_that_the_user_hides_are_not_broken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert [finding.status for finding in doctor.gpus(nvidia(), BLIND_TORCH)] == ["ok", "ok", "warn"]
+    assert [finding.status for finding in checks.gpus(nvidia(), BLIND_TORCH)] == ["ok", "ok", "warn"]
 
 
 @pytest.mark.parametrize(("driver", "statuses"), [(True, ["warn"]), (False, ["ok"])])
@@ -161,7 +161,7 @@ def test_without_the_package_that_asks_the_driver_it_says_so_where_there_is_one(
     driver: bool, statuses: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(machine, "has_nvidia_driver", lambda: driver)
-    findings = list(doctor.gpus("nvidia-ml-py is missing: pip install nvidia-ml-py", CPU_TORCH))
+    findings = list(checks.gpus("nvidia-ml-py is missing: pip install nvidia-ml-py", CPU_TORCH))
     assert [finding.status for finding in findings] == statuses
     assert ("pip install nvidia-ml-py" in findings[0].text) == driver
 
@@ -171,14 +171,14 @@ def test_without_the_package_that_asks_the_driver_it_says_so_where_there_is_one(
     [("13.2", "ok", "13.2"), ("12.4", "warn", "install a toolkit 13.x"), (None, "ok", "only libraries that compile")],
 )
 def test_a_toolkit_of_another_cuda_than_torchs_is_warned_of(nvcc: str | None, status: str, part: str):
-    finding = next(doctor.toolkit(nvcc, CUDA_TORCH, None, needed=False))
+    finding = next(checks.toolkit(nvcc, CUDA_TORCH, None, needed=False))
     assert finding.status == status and part in finding.text
 
 
 @pytest.mark.parametrize(("nvcc", "status"), [("13.2", "warn"), ("12.8", "ok"), ("12.2", "ok")])
 def test_a_toolkit_newer_than_the_driver_is_warned_of(nvcc: str, status: str):
     torch = Torch(version="2.11.0", cuda=f"{nvcc[:2]}.0", devices=1, triton_fault=None)
-    finding = next(doctor.toolkit(nvcc, torch, nvidia("12.4"), needed=True))
+    finding = next(checks.toolkit(nvcc, torch, nvidia("12.4"), needed=True))
     assert finding.status == status and ("the driver takes CUDA 12.4 at most" in finding.text) == (status == "warn")
 
 
@@ -187,7 +187,7 @@ def test_a_missing_compiler_is_warned_of_where_flashinfer_compiles(
     needed: bool, status: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PATH", "")
-    nvcc, ninja = doctor.toolkit(None, CPU_TORCH, None, needed=needed)
+    nvcc, ninja = checks.toolkit(None, CPU_TORCH, None, needed=needed)
     assert (nvcc.status, ninja.status) == (status, status)
     assert "set CUDA_HOME" in nvcc.text and "pip install ninja" in ninja.text
     assert ("FlashInfer compiles" in nvcc.text + ninja.text) == needed
@@ -196,12 +196,12 @@ def test_a_missing_compiler_is_warned_of_where_flashinfer_compiles(
 def test_a_gpu_without_a_c_compiler_is_broken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    assert [f.name for f in doctor.toolkit("13.2", CUDA_TORCH, None, needed=False) if f.status == "broken"] == [
+    assert [f.name for f in checks.toolkit("13.2", CUDA_TORCH, None, needed=False) if f.status == "broken"] == [
         "C compiler"
     ]
-    assert not [f for f in doctor.toolkit("13.2", CPU_TORCH, None, needed=False) if f.status == "broken"]
+    assert not [f for f in checks.toolkit("13.2", CPU_TORCH, None, needed=False) if f.status == "broken"]
     monkeypatch.setenv("CC", "/opt/cc")
-    assert not [f for f in doctor.toolkit("13.2", CUDA_TORCH, None, needed=False) if f.status == "broken"]
+    assert not [f for f in checks.toolkit("13.2", CUDA_TORCH, None, needed=False) if f.status == "broken"]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_attention_backends_are_told_apart_by_package_and_capability(
 ):
     monkeypatch.setattr(machine, "installed", lambda name: "1.2" if name in packages else None)
     other = Nvidia(driver="580.1", cuda="13.0", gpus=[dataclasses.replace(H200, capability=capability)] * 2)
-    (finding,) = doctor.attention(other, CUDA_TORCH)
+    (finding,) = checks.attention(other, CUDA_TORCH)
     assert finding.status == status and all(part in finding.text for part in parts)
 
 
@@ -248,7 +248,7 @@ def test_attention_on_a_gpu_that_torch_does_not_see_is_that_of_a_cpu(
     asked: Nvidia | str | None, torch: Torch | str, status: str, part: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(machine, "installed", lambda _: None)
-    (finding,) = doctor.attention(asked, torch)
+    (finding,) = checks.attention(asked, torch)
     assert finding.status == status and part in finding.text
 
 
@@ -257,8 +257,8 @@ def test_a_port_in_use_is_warned_of():
         server.bind(("", 0))
         server.listen()
         number = server.getsockname()[1]
-        assert doctor.port(number) == Finding("warn", f"port {number}", "cannot be used: Address already in use")
-    assert doctor.port(number).status == "ok"
+        assert checks.port(number) == Finding("warn", f"port {number}", "cannot be used: Address already in use")
+    assert checks.port(number).status == "ok"
 
 
 # The machine, as its kernel tells
@@ -378,7 +378,7 @@ def nvmlDeviceGetName(handle): return "A10"
 def test_the_driver_is_asked_through_nvml(fault: str, said: str, tmp_path: Path):
     (tmp_path / "pynvml.py").write_text(f"{NVML}\nFAULT = {fault}")
     script = (
-        "from minisgl.bench.machine import ask_nvidia\n"
+        "from minisgl.doctor.machine import ask_nvidia\n"
         "try: print(ask_nvidia())\n"
         "except ValueError as error: print(repr(error))"
     )

@@ -11,14 +11,29 @@ ROOT = Path(__file__).parents[2]
 MAY_IMPORT: dict[str, set[str]] = {
     "minisgl": {"llm", "server", "config"},  # the public names
     "__main__": {"cli"},
-    "cli": {"minisgl", "llm", "results", "scheduler", "server", "openai", "bench", "source", "config"},
+    "cli": {
+        "minisgl",
+        "llm",
+        "results",
+        "scheduler",
+        "server",
+        "openai",
+        "bench",
+        "doctor",
+        "chat",
+        "source",
+        "config",
+    },
+    "chat": {"markdown", "server", "openai", "bench", "doctor", "results", "request", "source", "tokenizer", "config"},
+    "markdown": set(),
     "server": {
         *("minisgl", "openai", "generation", "results", "scheduler", "request", "batch", "tokenizer", "source"),
         "config",
     },
     "server.worker": {"build", "engine", "server", "generation", "scheduler", "request", "batch", "source", "config"},
     "openai": {"llm", "generation", "results", "config"},
-    "bench": {"minisgl", "llm", "results", "source", "host", "config"},
+    "bench": {"minisgl", "llm", "results", "doctor", "source", "config"},
+    "doctor": {"minisgl", "source", "host"},
     "profiling": set(),
     "llm": {"build", "engine", "scheduler", "generation", "results", "request", "tokenizer", "source", "config"},
     "generation": {"request", "results", "batch", "tokenizer", "config"},
@@ -41,7 +56,21 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Each part, and what of minisgl it may import; itself it always may. A new part needs a row."""
 
 WITHOUT_TORCH = (
-    *("minisgl", "cli", "server", "openai", "bench", "generation", "results", "engine", "scheduler", "cache"),
+    *(
+        "minisgl",
+        "cli",
+        "chat",
+        "markdown",
+        "server",
+        "openai",
+        "bench",
+        "doctor",
+        "generation",
+        "results",
+        "engine",
+        "scheduler",
+        "cache",
+    ),
     *("request", "batch", "source", "tokenizer", "host", "config"),
 )
 

@@ -14,6 +14,7 @@ BUDGET = {
     "server": 2000,
     "openai": 800,
     "bench and profiling": 2200,
+    "doctor": 320,
     "chat": 800,
     "cli": 800,
 }

@@ -10,8 +10,10 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from recorded_gpus import RecordedGpus, made_up
 
 from cli.main import main
+from minisgl.bench.figures import pass_figures
 from minisgl.bench.record import Ceilings, Run, read
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +106,22 @@ def test_throughput_is_counted_step_by_step(config: Callable[[str], Path], capsy
     assert f"{median(rates):,.1f}" in out and "1,000 GB/s" in out and "memory" in out
     assert "no power, energy and clocks: the engine runs on the CPU" in out
     assert "warming up" in err and "2: " in err and "output tok/s" in err
+
+
+def test_the_energy_of_gpus_is_told(
+    config: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(
+        "minisgl.bench.offline.open_gpus", lambda *_: RecordedGpus(made_up(lambda _: 500.0, seconds=60))
+    )
+    monkeypatch.setattr("minisgl.bench.nvml.LEAST_STRETCH_S", 0.0)  # this takes milliseconds
+    run = bench(config(THROUGHPUT))
+    for part in run.passes:
+        assert part.ended_s and part.samples[0].time_s <= part.began_s < part.ended_s <= part.samples[-1].time_s
+        figures = pass_figures(run, part)
+        assert figures["joules"] == pytest.approx(500 * figures["duration_s"], rel=1e-3)
+        assert figures["decode.joules_per_token"] > 0 and figures["prefill.joules_per_token"] > 0
+    assert "J per output token, 500 W (counter, 1.000 of power × time)" in capsys.readouterr().out
 
 
 def test_latency_is_of_batches_of_every_size_and_length(

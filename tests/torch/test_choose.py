@@ -10,10 +10,10 @@ import torch
 
 from minisgl.attention import choose, flash, flashinfer, triton
 from minisgl.attention.base import Shape
-from minisgl.bench import doctor, machine
-from minisgl.bench.machine import Gpu, Nvidia, Torch
 from minisgl.build import resolve_kernels
 from minisgl.config import EngineConfig
+from minisgl.doctor import checks, machine
+from minisgl.doctor.machine import Gpu, Nvidia, Torch
 from minisgl.source.model_config import read_model_config
 
 QWEN3 = Path(__file__).parents[2] / "bench_configs" / "models" / "qwen3-0.6b"
@@ -210,7 +210,7 @@ def test_the_doctor_who_imports_no_torch_says_the_same(installed, monkeypatch, p
     torch_here = Torch(version="2.11.0", cuda="13.0", devices=1, triton_fault=None)
     for capability in [(major, minor) for major in range(6, 15) for minor in range(10)]:
         gpu = Gpu(name="a GPU", memory_bytes=1, free_bytes=1, capability="{}.{}".format(*capability))
-        (finding,) = doctor.attention(Nvidia(driver="580", cuda="13.0", gpus=[gpu]), torch_here)
+        (finding,) = checks.attention(Nvidia(driver="580", cuda="13.0", gpus=[gpu]), torch_here)
         here = shape(capability, page_size=256)
         assert re.match(r"auto takes (\w+)", finding.text)[1] == choose.automatic(here)[0][0], capability
         assert ("with triton to decode" in finding.text) == (choose.automatic(here)[0][1] == "triton"), capability

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from minisgl import __version__, host
-from minisgl.bench import machine
-from minisgl.bench.machine import Nvidia, Torch
+from minisgl.doctor import machine
+from minisgl.doctor.machine import Nvidia, Torch
 from minisgl.source.cache_folder import cache_folder
 from minisgl.source.inventory import folder_bytes
 

@@ -138,6 +138,18 @@ def _gpu(pynvml: Any, index: int) -> Gpu:
     )
 
 
+def device_name(device: str) -> str:
+    """What the processor or the GPU calls itself; GPUs that NVML cannot tell apart from others are not guessed at."""
+    if device == "cpu":
+        return cpu_model()
+    try:
+        nvidia = ask_nvidia()
+    except (ImportError, ValueError):
+        nvidia = None
+    names = {gpu.name for gpu in nvidia.gpus} if nvidia else set()
+    return names.pop() if len(names) == 1 else "a GPU of unknown name"
+
+
 def has_nvidia_driver() -> bool:
     """Whether the kernel has an NVIDIA driver loaded."""
     return any(Path(path).exists() for path in ("/proc/driver/nvidia/version", "/dev/nvidiactl"))
