@@ -9,6 +9,7 @@ import typer
 from minisgl import __version__
 
 from .bench import bench
+from .chat import chat
 from .compare import compare
 from .doctor import doctor
 from .models import models
@@ -20,7 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,  # `main` reports errors
 )
-OF_OPTIONS = (run, serve, bench)
+OF_OPTIONS = (run, serve, chat, bench)
 """Commands whose options are fields of dataclasses."""
 for each in OF_OPTIONS:
     command(app)(each)

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 import typer
 from annotated_doc import Doc
 
-from minisgl.config import Flag, alternatives
+from minisgl.config import EngineConfig, Flag, alternatives
 
 PREFIX = "MINISGL_"
 ELSEWHERE = ("MINISGL_CACHE", "MINISGL_DEBUG")
@@ -131,6 +131,13 @@ def command(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., N
         return function
 
     return register
+
+
+def with_model(config: EngineConfig, name: str | None, context: typer.Context) -> EngineConfig:
+    """The same with the model that an argument names, where one does: it may not contradict --model."""
+    if name is not None and set(context.params["model"] or ()) - {name}:
+        raise typer.BadParameter("give the model once, as an argument or as --model", param_hint="MODEL")
+    return config if name is None else dataclasses.replace(config, model=name)
 
 
 def unknown_variables(functions: Sequence[Callable[..., None]], environ: Mapping[str, str]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -16,13 +15,18 @@ from annotated_doc import Doc
 from rich.console import Console
 
 from minisgl.config import EngineConfig, SamplingParams, check_types
+from minisgl.results import cost_of
 
 from .batch import answer_file
-from .terminal import LogConfig, Meter, progress, start_logging
+from .terminal import LogConfig, Meter, progress, say, start_logging
 
 if TYPE_CHECKING:
     from minisgl.llm import LLM
     from minisgl.results import Completion, RequestOutput
+
+
+Input = str | list[int]
+"""A prompt as the model gets it: token ids where it has no tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +61,7 @@ def run(
     logs: LogConfig,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="PROMPT", help="Text to answer; may be given several times. None, or -, reads it from stdin."
-        ),
+        typer.Argument(metavar="PROMPT", help="Text to answer, or several; none, or -, reads it from stdin."),
     ] = None,
 ) -> None:
     """Answer prompts.
@@ -118,7 +120,7 @@ def start(config: EngineConfig, console: Console) -> "LLM":
         return LLM.from_config(config, report)
 
 
-def answer(llm: "LLM", prompts: Sequence[str], form: PromptConfig, sampling: SamplingParams, console: Console) -> None:
+def answer(llm: "LLM", prompts: list[str], form: PromptConfig, sampling: SamplingParams, console: Console) -> None:
     """Print the answers, in order, and then what they cost."""
     inputs = [_encode(llm, prompt, form) for prompt in prompts]
     began = time.perf_counter()
@@ -126,19 +128,14 @@ def answer(llm: "LLM", prompts: Sequence[str], form: PromptConfig, sampling: Sam
         outputs = [_stream(llm, inputs[0], sampling)]
     else:
         outputs = _answer_all(llm, prompts, inputs, form, sampling, console)
-    console.print(_cost(outputs, time.perf_counter() - began), style="dim", highlight=False, soft_wrap=True)
+    say(console, str(cost_of(outputs, time.perf_counter() - began)))
     answers = [completion for output in outputs for completion in output.outputs]
     if failed := sum(completion.finish_reason == "error" for completion in answers):
         raise ValueError(f"{failed} of {len(answers)} answers ended early: the model's scores were not finite numbers")
 
 
 def _answer_all(
-    llm: "LLM",
-    prompts: Sequence[str],
-    inputs: Sequence[str | list[int]],
-    form: PromptConfig,
-    sampling: SamplingParams,
-    console: Console,
+    llm: "LLM", prompts: list[str], inputs: list[Input], form: PromptConfig, sampling: SamplingParams, console: Console
 ) -> list["RequestOutput"]:
     """Print each answer as soon as it and those before it are there."""
     for each in inputs:
@@ -153,7 +150,8 @@ def _answer_all(
             while shown in outputs:
                 with meter.paused():
                     if form.json:
-                        print(_as_json(prompts[shown], outputs[shown]))
+                        shown_as = {**dataclasses.asdict(outputs[shown]), "prompt": prompts[shown]}
+                        print(json.dumps(shown_as, ensure_ascii=False))
                     else:
                         _print(llm, prompts, shown, outputs[shown], console)
                     sys.stdout.flush()
@@ -162,7 +160,7 @@ def _answer_all(
     return [outputs[number] for number in range(len(inputs))]
 
 
-def _encode(llm: "LLM", prompt: str, form: PromptConfig) -> str | list[int]:
+def _encode(llm: "LLM", prompt: str, form: PromptConfig) -> Input:
     if llm.tokenizer is None:
         return _token_ids(prompt, form)
     if form.raw:
@@ -180,7 +178,7 @@ def _token_ids(prompt: str, form: PromptConfig) -> list[int]:
         raise ValueError(f'this model has no tokenizer: a prompt is token ids, like "1 2 3", not {prompt!r}') from None
 
 
-def _stream(llm: "LLM", prompt: str | list[int], sampling: SamplingParams) -> "RequestOutput":
+def _stream(llm: "LLM", prompt: Input, sampling: SamplingParams) -> "RequestOutput":
     begun, output = False, None
     try:
         for piece in llm.stream(prompt, sampling):
@@ -210,24 +208,5 @@ def _print(llm: "LLM", prompts: Sequence[str], number: int, output: "RequestOutp
         print(_text(llm, completion))
 
 
-def _as_json(prompt: str, output: "RequestOutput") -> str:
-    """The fields of `RequestOutput`, with the prompt as the user gave it."""
-    return json.dumps({**dataclasses.asdict(output), "prompt": prompt}, ensure_ascii=False)
-
-
 def _text(llm: "LLM", completion: "Completion") -> str:
     return completion.text if llm.tokenizer else " ".join(map(str, completion.token_ids))
-
-
-def _cost(outputs: Sequence["RequestOutput"], elapsed_s: float) -> str:
-    """One line; of several prompts the median TTFT, and the rate of all together."""
-    tokens_in = sum(len(output.prompt_token_ids) for output in outputs)
-    cached = sum(output.cached_tokens for output in outputs)
-    tokens_out = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
-    parts = [f"tokens in {tokens_in} (cached {cached})", f"out {tokens_out}"]
-    if waits_s := [output.timing.ttft_s for output in outputs if output.timing.ttft_s is not None]:
-        parts.append(f"TTFT {statistics.median(waits_s) * 1e3:.0f} ms")
-    rate = outputs[0].timing.decode_tokens_per_s if len(outputs) == 1 else tokens_out / elapsed_s
-    if rate is not None:
-        parts.append(f"{rate:.1f} tok/s")
-    return ", ".join(parts)

@@ -28,10 +28,7 @@ class LogConfig:
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"] | None,
-        Doc(
-            "Least severe message to show on stderr; debug adds tracebacks, and so does MINISGL_DEBUG=1; default: "
-            "warning, of a server info."
-        ),
+        Doc("Least severe message shown; debug adds tracebacks, like MINISGL_DEBUG=1; default: warning; serve: info."),
     ] = None
 
     def __post_init__(self) -> None:

@@ -82,6 +82,8 @@ def test_the_real_parser_takes_a_documented_command(command: str, tmp_path: Path
     monkeypatch.setattr("minisgl.bench.online.measure", lambda *_: None)
     monkeypatch.setattr("minisgl.bench.compare.compare_files", lambda *_: False)
     monkeypatch.setattr("cli.bench.start_logging", lambda *_: None)
+    monkeypatch.setattr("minisgl.chat.shell.chat", lambda *_: 0)
+    monkeypatch.setattr("cli.chat.start_logging", lambda *_: None)
     monkeypatch.setattr("minisgl.server.supervisor.Supervisor.run", served)
     monkeypatch.setattr("cli.serve.start_logging", lambda *_, **__: "info")
     assert app(shlex.split(command), standalone_mode=False) in (None, 0)
