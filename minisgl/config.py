@@ -89,19 +89,33 @@ class EngineConfig:
     attention_backend: Annotated[
         str, Doc("auto, flashinfer, flash, triton or reference, or PREFILL,DECODE to name one for each phase.")
     ] = "auto"
-    tp: Annotated[int, Doc("GPUs to shard the model over."), Flag(aliases=("--tensor-parallel-size", "--tp-size"))] = 1
+    tp: Annotated[
+        int,
+        Doc("GPUs, or processes on a CPU, to shard the model over."),
+        Flag(aliases=("--tensor-parallel-size", "--tp-size")),
+    ] = 1
+    nnodes: Annotated[int, Doc("Hosts that these are on, as many on each.")] = 1
+    node_rank: Annotated[int, Doc("Which of the hosts this is, from 0 on; the engine is on the first.")] = 0
+    dist_init_addr: Annotated[
+        str | None, Doc("HOST:PORT of the first host, where all meet; needed where there are several.")
+    ] = None
+    step_timeout: Annotated[
+        float, Doc("Seconds that a step may take on several GPUs before their processes are ended.")
+    ] = 300.0
 
     def __post_init__(self) -> None:
         check_types(self)
         if not self.model.strip():
             raise ValueError("model must be a folder, a .gguf file, a repo id or an alias, got an empty text")
-        for name in ("page_size", "num_pages", "chunked_prefill_size", "tp"):
+        for name in ("page_size", "num_pages", "chunked_prefill_size", "tp", "nnodes"):
             check_range(name, getattr(self, name), least=1, most=2**31 - 1)
         check_range("max_running_requests", self.max_running_requests, least=1, most=65_536)
         check_range("max_model_len", self.max_model_len, least=2, most=2**31 - 1)
         check_range("cuda_graph_max_bs", self.cuda_graph_max_bs, least=0)
         for size in self.cuda_graph_bs or ():
             check_range("cuda_graph_bs", size, least=1, most=65_536)
+        check_range("node_rank", self.node_rank, least=0)
+        check_range("step_timeout", self.step_timeout, least=1)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}")
 

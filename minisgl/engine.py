@@ -1,6 +1,7 @@
 """Engine: launch the next batch, then take in the last one while the device works."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,10 @@ class Runner(Protocol):
     """The device, as the engine sees it."""
 
     def launch(self, batch: Batch) -> Result:
-        """Start a batch (forward and sampling) and return at once."""
+        """Start a batch (forward and sampling) and return at once.
+
+        ChildProcessError: it is on several ranks, has lost one, and can run nothing any more.
+        """
         ...
 
 
@@ -32,9 +36,13 @@ class Engine:
     Not thread-safe: one thread calls it. Requests are the caller's to make (`minisgl.llm`, a server's worker).
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, overlap: bool = True) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, overlap: bool = True, close: Callable[[], bool] = lambda: True
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.close = close
+        """End what works for it, and say whether the device still answers; no step comes after that."""
         self._depth = 1 if overlap else 0
         self._results: deque[Result] = deque()  # of the batches in scheduler.in_flight
 

@@ -74,10 +74,11 @@ class LLM:
 
     def close(self) -> None:
         """End what runs and free the model; safe to call again."""
+        answers = self._engine is None or self._engine.close()
         self._engine = None
         self._generations.clear()
-        if self.config.device == "cuda":
-            release_memory()
+        if answers:
+            release_memory(self.config)
 
     @property
     def max_model_len(self) -> int:

@@ -7,6 +7,7 @@ counter serve tokens 1,024 apart.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,65 +15,101 @@ from torch import Tensor
 from minisgl.kernels.compiler import power_of_two, tl, triton
 
 ROUNDS = 7
+TILE = 4096
 NOISE_RANGE = 26.0
 """Noise lies within (-2.9, 23.0): a token this far below the best cannot win."""
 
+Part = tuple[int, int, Callable[[Tensor], Tensor]]
+"""Of a vocabulary: its first token, how many the largest part has, and what gathers what all find, [parts, …]."""
 
-def sample(logits: Tensor, slots: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
+
+def sample(
+    logits: Tensor, slots: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor, part: Part | None = None
+) -> Tensor:
     """One token for each row of logits [S, V] of any float dtype, -inf at tokens that are out: int64 [S].
 
     `slots` and `positions` are int32 or int64 [S]; `temperature` float32 and `seed` int64 go by slot. A row of
     temperature 0 gets the largest, the lowest id of equals; one that holds a NaN or whose largest is not finite, -1.
+    Where the vocabulary is parted, the logits are those of this `part`, and the tokens of all.
     """
-    return (sample_fused if logits.is_cuda else sample_reference)(logits, slots, temperature, seed, positions)
+    first, widest, gather = part or (0, 0, _alone)
+    tiles = -(-logits.shape[1] // TILE) if part is None else widest // TILE + 2
+    find, choose = (find_fused, choose_fused) if logits.is_cuda else (find_reference, choose_reference)
+    return choose(gather(find(logits, slots, temperature, seed, positions, first, tiles)), slots, temperature)
 
 
-def sample_reference(logits: Tensor, slots: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
-    """`sample` in torch."""
-    tokens = lowest_argmax(logits)
-    drawn = ((temperature[slots] > 0) & (tokens >= 0)).nonzero()[:, 0]
+def _alone(found: Tensor) -> Tensor:
+    return found[None]
+
+
+def find_reference(
+    logits: Tensor, slots: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor, first: int, tiles: int
+) -> Tensor:
+    """`find_fused` in torch, which knows of one tile."""
+    del tiles
+    largest, best = logits.max(dim=-1)  # of equals, torch promises the first; a NaN is larger than anything
+    largest = largest.float()
+    score = torch.zeros_like(largest)
+    drawn = ((temperature[slots] > 0) & largest.isfinite()).nonzero()[:, 0]
     if len(drawn):
-        rows, slots = logits[drawn].float(), slots[drawn]
-        scaled = (rows - rows.amax(dim=-1, keepdim=True)) / temperature[slots, None]
-        tokens[drawn] = draw(scaled, seed[slots], positions[drawn].long())
-    return tokens
+        scaled = (logits[drawn].float() - largest[drawn, None]) / temperature[slots[drawn], None]
+        score[drawn], best[drawn] = draw(scaled, seed[slots[drawn]], positions[drawn].long(), first)
+    largest = largest.masked_fill(largest.isnan(), torch.inf)
+    return torch.stack([largest, score, (best + first).float()])[..., None]
 
 
-def sample_fused(logits: Tensor, slots: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
-    """`sample` in one pass over the logits, whose rows are contiguous, and a second over one candidate a tile."""
+def choose_reference(found: Tensor, slots: Tensor, temperature: Tensor) -> Tensor:
+    """`choose_fused` in torch."""
+    largest, score, ids = found.permute(1, 2, 0, 3).flatten(2)  # [S, parts * tiles] each
+    best, heat = largest.amax(dim=-1, keepdim=True), temperature[slots, None]
+    score = torch.where(heat > 0, (largest - best) / heat + score, largest)
+    score = score.masked_fill(largest == -torch.inf, -torch.inf)
+    token = ids.masked_fill(score < score.amax(dim=-1, keepdim=True), torch.inf).amin(dim=-1)
+    return torch.where(best[:, 0].isfinite(), token, -1).long()
+
+
+def find_fused(
+    logits: Tensor, slots: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor, first: int, tiles: int
+) -> Tensor:
+    """The best token of each tile, in one pass over the logits, whose rows are contiguous: float32 [3, S, tiles].
+
+    For each its tile's largest logit (infinite where one is no number), the rest of its score, and its id, which
+    float32 holds exactly up to 2**24. Tiles begin with the one that `first` lies in.
+    """
     rows, vocab = logits.shape
-    tiles = -(-vocab // 4096)
-    scores = torch.empty(2, rows, tiles, dtype=torch.float32, device=logits.device)
-    candidates = torch.empty(rows, tiles, dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    found = torch.empty(3, rows, tiles, dtype=torch.float32, device=logits.device)
     _candidates_kernel[(rows, tiles)](
-        logits, logits.stride(0), slots, temperature, seed, positions, scores, candidates, vocab
-    )
+        logits, logits.stride(0), slots, temperature, seed, positions, found, vocab,
+        first,  # pyright: ignore[reportArgumentType]  # launches take numbers for constexprs
+    )  # fmt: skip
+    return found
+
+
+def choose_fused(found: Tensor, slots: Tensor, temperature: Tensor) -> Tensor:
+    """The best of the candidates [parts, 3, S, tiles] of each row: int64 [S]."""
+    parts, _, rows, tiles = found.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=found.device)
     _winners_kernel[(rows,)](
-        scores, candidates, slots, temperature, tokens, tiles,
-        power_of_two(tiles),  # pyright: ignore[reportArgumentType]  # launches take numbers for constexprs
+        found, slots, temperature, tokens, parts, tiles,
+        power_of_two(parts * tiles),  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
     return tokens
 
 
-def draw(scaled: Tensor, seed: Tensor, positions: Tensor) -> Tensor:
-    """One token for each row of [S, V] float32, whose best is 0 and which hold no NaN: int64 [S].
+def draw(scaled: Tensor, seed: Tensor, positions: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+    """The largest score with noise, and where it is, in each row of [S, V] float32, whose best is 0: two [S].
 
-    `seed` and `positions` are int64 [S]. The reference; on a CPU only tokens that can still win get their noise.
+    `seed` and `positions` are int64 [S]; rows begin with token `first`, and hold no NaN. The reference; on a CPU only
+    tokens that can still win get their noise.
     """
-    if not scaled.is_cuda:
-        rows, ids = (scaled > -NOISE_RANGE).nonzero(as_tuple=True)
-        if len(ids) < scaled.numel() // 8:
-            noisy = torch.full_like(scaled, -torch.inf)
-            noisy[rows, ids] = scaled[rows, ids] + noise_at(seed[rows], positions[rows], ids)
-            return lowest_argmax(noisy)
-    return lowest_argmax(scaled + noise(seed, positions, scaled.shape[-1]))
-
-
-def lowest_argmax(logits: Tensor) -> Tensor:
-    """The lowest id among the largest of each row of [S, V]: int64 [S], -1 where that is no finite number."""
-    best, first = logits.max(dim=-1)  # of equals, torch promises the first; a NaN is larger than anything
-    return torch.where(best.isfinite(), first, -1)
+    rows, ids = (scaled > -NOISE_RANGE).nonzero(as_tuple=True)
+    if scaled.is_cuda or len(ids) >= scaled.numel() // 8:
+        noisy = scaled + noise(seed, positions, first + scaled.shape[-1])[:, first:]
+    else:
+        noisy = torch.full_like(scaled, -torch.inf)
+        noisy[rows, ids] = scaled[rows, ids] + noise_at(seed[rows], positions[rows], ids + first)
+    score, at = noisy.max(dim=-1)  # of equals, torch promises the first
+    return score, at
 
 
 def noise(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
@@ -116,23 +153,25 @@ if triton is not None:
     PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
     @triton.jit
-    def _candidates_kernel(logits, row_stride, slots, temperatures, seeds, positions, scores, candidates, vocab):
+    def _candidates_kernel(
+        logits, row_stride, slots, temperatures, seeds, positions, found, vocab, FIRST: tl.constexpr
+    ):
         """The best token of one tile, and what its score is made of: the tile's largest logit, and the rest.
 
         With noise -log(-log(1 - u)), the largest of (logit - largest) / temperature + noise is also the largest of
         log(1 - u) * exp((largest - logit) / temperature), negative all, which takes two fast functions a token. Logits
         relative to the tile's largest are exact near it, however low the temperature. Logs and exps are to base 2.
         """
-        row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1) + FIRST // 4096
         slot = tl.load(slots + row)
         temperature = tl.load(temperatures + slot)
         lane = tl.arange(0, 1024)
         first = tile * 4096 + lane
-        source = logits + row * row_stride + first
-        x0 = tl.load(source, mask=first < vocab, other=-float("inf")).to(tl.float32)
-        x1 = tl.load(source + 1024, mask=first + 1024 < vocab, other=-float("inf")).to(tl.float32)
-        x2 = tl.load(source + 2048, mask=first + 2048 < vocab, other=-float("inf")).to(tl.float32)
-        x3 = tl.load(source + 3072, mask=first + 3072 < vocab, other=-float("inf")).to(tl.float32)
+        source = logits + row * row_stride
+        x0 = _load_tokens(source, first - FIRST, vocab, FIRST)
+        x1 = _load_tokens(source, first - FIRST + 1024, vocab, FIRST)
+        x2 = _load_tokens(source, first - FIRST + 2048, vocab, FIRST)
+        x3 = _load_tokens(source, first - FIRST + 3072, vocab, FIRST)
         x = (x0, x1, x2, x3)
         with_nan: tl.constexpr = tl.PropagateNan.ALL
         largest = tl.maximum(tl.maximum(x0, x1, with_nan), tl.maximum(x2, x3, with_nan), with_nan)
@@ -150,7 +189,7 @@ if triton is not None:
                 best = tl.maximum(value, best)
             winner = tl.max(best, axis=0)
             score = -tl.log2(-winner)
-            token = tl.min(tl.where(best == winner, first + word * 1024, vocab), axis=0)
+            token = tl.min(tl.where(best == winner, first + word * 1024, 2147483647), axis=0)
         else:
             score = 0.0
             word = tl.full((1024,), 4, tl.int32)
@@ -158,26 +197,35 @@ if triton is not None:
                 word = tl.where(x[3 - i] == largest, 3 - i, word)
             token = tl.min(first + word * 1024, axis=0)
         rows, tiles = tl.num_programs(0), tl.num_programs(1)
-        out = row * tiles + tile
-        tl.store(scores + out, largest)
-        tl.store(scores + rows * tiles + out, score)
-        tl.store(candidates + out, token)
+        out = found + row * tiles + tl.program_id(1)
+        tl.store(out, largest)
+        tl.store(out + rows * tiles, score)
+        tl.store(out + 2 * rows * tiles, token.to(tl.float32))
 
     @triton.jit
-    def _winners_kernel(scores, candidates, slots, temperatures, tokens, tiles, BLOCK: tl.constexpr):
+    def _load_tokens(source, at, vocab, FIRST: tl.constexpr):
+        """Logits as float32, -inf where there are none."""
+        inside = at < vocab
+        if FIRST % 4096 != 0:
+            inside &= at >= 0
+        return tl.load(source + at, mask=inside, other=-float("inf")).to(tl.float32)
+
+    @triton.jit
+    def _winners_kernel(found, slots, temperatures, tokens, parts, tiles, BLOCK: tl.constexpr):
         """The best of a row's candidates."""
         row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
         temperature = tl.load(temperatures + tl.load(slots + row))
-        tile = tl.arange(0, BLOCK)
-        at = scores + row * tiles + tile
-        largest = tl.load(at, mask=tile < tiles, other=-float("inf"))
+        index = tl.arange(0, BLOCK)
+        exists = index < parts * tiles
+        at = found + (index // tiles * 3 * rows + row) * tiles + index % tiles
+        largest = tl.load(at, mask=exists, other=-float("inf"))
         best = tl.max(largest, axis=0)
         score = largest
         if temperature > 0:
-            rest = tl.load(at + rows * tiles, mask=tile < tiles, other=0)
+            rest = tl.load(at + rows * tiles, mask=exists, other=0)
             score = (largest - best) * (LOG2_E / temperature) + rest
         score = tl.where(largest > -float("inf"), score, -float("inf"))
-        token = tl.load(candidates + row * tiles + tile, mask=tile < tiles, other=0)
+        token = tl.load(at + 2 * rows * tiles, mask=exists, other=0).to(tl.int32)
         token = tl.min(tl.where(score == tl.max(score, axis=0), token, 2147483647), axis=0)
         tl.store(tokens + row, tl.where(tl.abs(best) < float("inf"), token, -1).to(tl.int64))
 

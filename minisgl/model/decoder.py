@@ -10,25 +10,37 @@ from torch import Tensor, nn
 from minisgl.attention import base
 from minisgl.kernels.one_row import project
 from minisgl.kernels.rotary import Rotation, rotate_and_store
-from minisgl.model.layers import Embedding, FusedLinear, Linear, RMSNorm, normed_projection
+from minisgl.model.layers import Embedding, Linear, RMSNorm, SummedLinear, normed_projection
 from minisgl.model.packed import PackedWeight, can_pack
 from minisgl.model.rope import rope_table
+from minisgl.parallel.ranks import ALONE, Ranks
+from minisgl.parallel.sharding import Vocabulary, heads, shards, whole
 from minisgl.source.model_config import ModelConfig
 
 
 class Decoder(nn.Module):
-    """Token ids to hidden states to logits; the past lives in the attention backend that each call is given."""
+    """Token ids to hidden states to logits; the past lives in the attention backend that each call is given.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    Each of several ranks has some heads, some of the feed-forward network's width, and the scores of some tokens;
+    hidden states are the same on all.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, device)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype, device) for layer in range(config.num_layers))
+        self.vocabulary = Vocabulary.of(config.vocab_size, ranks)
+        self.num_heads = heads(config.num_heads, ranks).size
+        """This rank's."""
+        self.embed_tokens = Embedding(self.vocabulary, config.hidden_size, dtype, device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, dtype, device, ranks) for layer in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
         self.lm_head = None
         self._packed_head: PackedWeight | None = None
         if not config.tied_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype, device, bias=False)
+            outputs = {"": self.vocabulary.mine}
+            self.lm_head = Linear(whole(config.hidden_size), outputs, dtype, device, bias=False)
         self.cos_sin = rope_table(config.rope, config.head_size, config.max_position, device)  # [max_position, D]
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention: base.Attention) -> Tensor:
@@ -43,7 +55,7 @@ class Decoder(nn.Module):
         return self.norm(x, delta)[1]  # [T, E]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Scores of the next token, [S, V], for hidden states [S, E]; written to `out`, where that is given."""
+        """Scores of this rank's tokens as the next, [S, v], for hidden states [S, E]; written to `out`, if given."""
         if out is not None:
             weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
             if hidden.is_cuda and len(hidden) == 1:
@@ -53,7 +65,7 @@ class Decoder(nn.Module):
             return self.lm_head(hidden)
         if self._packed_head is not None:
             return self._packed_head.linear(hidden, None)
-        return F.linear(hidden, self.embed_tokens.weight)  # [S, V]
+        return F.linear(hidden, self.embed_tokens.weight)  # [S, v]
 
     def pack(self) -> None:
         """Once loaded: lay weights out for the CPU where that pays. They can't be loaded again after that."""
@@ -69,12 +81,12 @@ class Decoder(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then the feed-forward network, each added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
-        self.self_attn = Attention(config, layer, dtype, device)
+        self.self_attn = Attention(config, layer, dtype, device, ranks)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype, device)
-        self.mlp = MLP(config, dtype, device)
+        self.mlp = MLP(config, dtype, device, ranks)
 
     def forward(
         self, x: Tensor, delta: Tensor | None, rotation: Rotation, attention: base.Attention
@@ -87,16 +99,16 @@ class DecoderLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: H query heads share K key and value heads."""
+    """Grouped-query attention: H query heads share K key and value heads, both this rank's."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
         super().__init__()
         self.layer = layer
         self.head_size = config.head_size
-        q_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        self.qkv_proj = FusedLinear(
-            config.hidden_size,
-            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+        q, kv = (heads(n, ranks).of_heads(config.head_size) for n in (config.num_heads, config.num_kv_heads))
+        self.qkv_proj = Linear(
+            whole(config.hidden_size),
+            {"q_proj": q, "k_proj": kv, "v_proj": kv},
             dtype,
             device,
             bias=config.qkv_bias,
@@ -105,7 +117,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_size, config.norm_eps, dtype, device)
             self.k_norm = RMSNorm(config.head_size, config.norm_eps, dtype, device)
-        self.o_proj = Linear(q_size, config.hidden_size, dtype, device, bias=config.o_bias)
+        self.o_proj = SummedLinear(q, config.hidden_size, dtype, device, ranks, bias=config.o_bias)
 
     def forward(
         self, norm: RMSNorm, x: Tensor, delta: Tensor | None, rotation: Rotation, attention: base.Attention
@@ -127,17 +139,17 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """The gated feed-forward network."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, ranks: Ranks) -> None:
         super().__init__()
-        width = config.intermediate_size
-        self.gate_up_proj = FusedLinear(
-            config.hidden_size,
+        width = shards(config.intermediate_size, ranks)[ranks.rank]
+        self.gate_up_proj = Linear(
+            whole(config.hidden_size),
             {"gate_proj": width, "up_proj": width},
             dtype,
             device,
             bias=config.mlp_bias,
         )
-        self.down_proj = Linear(width, config.hidden_size, dtype, device, bias=config.mlp_bias)
+        self.down_proj = SummedLinear(width, config.hidden_size, dtype, device, ranks, bias=config.mlp_bias)
 
     def forward(self, norm: RMSNorm, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """The residual stream x + delta, [T, E] each, and what the network adds to it."""

@@ -42,7 +42,7 @@ class DecodeGraphs:
         self._spare_slot, self._context = page_table.shape[0] - 1, page_table.shape[1] * attention.kv.page_size
         self._inputs = torch.empty(3 * (largest + ALIGNED), dtype=torch.int32, device=page_table.device)
         self._tables = torch.full_like(page_table[:1], attention.kv.spare_page).repeat(largest, 1)
-        self._logits = model.norm.weight.new_empty(largest, model.config.vocab_size)
+        self._logits = model.norm.weight.new_empty(largest, model.vocabulary.mine.size)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Phase | None]] = {}  # and what plans for it on the host
         self._sizes: list[int] = []
         self._stream = torch.cuda.Stream(page_table.device)
@@ -64,7 +64,7 @@ class DecodeGraphs:
         return self._sizes[at] if at < len(self._sizes) else None
 
     def replay(self, batch: Batch, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [B, V] of a batch that only decodes, its slots and its lengths, int32 [B]; valid until the next."""
+        """Logits [B, v] of a batch that only decodes, its slots and its lengths, int32 [B]; valid until the next."""
         n, filler = len(batch.slots), self._filler(size)
         filler["slots"][:n], filler["kv_len"][:n] = batch.slots, batch.kv_len
         filler["new_pages"][np.searchsorted(batch.slots, batch.page_writes[:, 0])] = batch.page_writes[:, 2]
@@ -93,7 +93,8 @@ class DecodeGraphs:
             forward()  # what is made at first use must not be made in a capture
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+        # In this thread only: NCCL has one of its own, which may ask how far the device is at any time.
+        with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
             forward()
         return graph, attention.decode if attention.decode.plans_on_host else None
 

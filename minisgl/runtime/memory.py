@@ -35,8 +35,9 @@ def count_pages(
     """Pages for the KV pool.
 
     `config.num_pages` decides where it is set. Else: on CUDA what `gpu_memory_utilization` of it leaves beside
-    `held_bytes`, which is all but the pool; on CPU 2 GiB or a quarter of what is available, whichever is less; never
-    more than every running request at full length needs. ValueError with the numbers where not even one page fits.
+    `held_bytes`, which is all but the pool; on CPU 2 GiB or a quarter of what is available, whichever is less, for all
+    ranks together; never more than every running request at full length needs. ValueError with the numbers where not
+    even one page fits.
     """
     if config.num_pages is not None:
         return config.num_pages
@@ -48,7 +49,7 @@ def count_pages(
             "--cuda-graph-max-bs"
         )
     else:
-        room = min(CPU_POOL_BYTES, int(CPU_SHARE * memory().free_bytes))
+        room = min(CPU_POOL_BYTES, int(CPU_SHARE * memory().free_bytes)) // config.tp
         way_out = "free some memory, or set --num-pages yourself"
     size = page_bytes(model, page_size, dtype)
     full = config.max_running_requests * -(-model_len // page_size)

@@ -27,11 +27,11 @@ class ForwardPieces:
 
     def __init__(self, model: Decoder, attention: PagedAttention, largest: int) -> None:
         """`largest` tokens are the most that a step has."""
-        self._model, self._attention, config = model, attention, model.config
+        self._model, self._attention = model, attention
         weight = model.norm.weight
         self._input_ids = torch.zeros(largest, dtype=torch.int64, device=weight.device)
         self._positions, self._entries = torch.zeros_like(self._input_ids), torch.zeros_like(self._input_ids)
-        self._q, self._out = weight.new_zeros(2, largest, config.num_heads, config.head_size)
+        self._q, self._out = weight.new_zeros(2, largest, model.num_heads, model.config.head_size)
         self._pieces: dict[int, tuple[list[torch.cuda.CUDAGraph], Tensor]] = {}
         self._sizes: list[int] = []
         self._stream = torch.cuda.Stream(weight.device)
@@ -77,7 +77,7 @@ class ForwardPieces:
             if graphs:
                 graphs[-1].capture_end()
             graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._memory)
+            graphs[-1].capture_begin(pool=self._memory, capture_error_mode="thread_local")
 
         def forward(between: Callable[[], None]) -> Tensor:
             gap = _Gap(self._attention.kv, self._entries[:size], self._q[:size], self._out[:size], between)

@@ -32,7 +32,7 @@ class ModelRunner:
             (num_slots + 1, -(-context // page_size)), spare, dtype=torch.int32, device=device
         )
         self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self._sampler = Sampler(num_slots, context, device)
+        self._sampler = Sampler(num_slots, context, device, model.vocabulary)
         self._logprobs = np.full(num_slots, -1, dtype=np.int32)  # alternatives to report; -1: nothing
         self._prompt_top = np.full(num_slots, -1, dtype=np.int32)  # the same for the prompt
         self._prompt_end = np.zeros(num_slots, dtype=np.int32)  # the prompt's length
@@ -98,14 +98,14 @@ class ModelRunner:
         prompts = self._score_prompts(batch, hidden)
         if not batch.samples.any():
             return self._staging.receive(torch.empty(0, dtype=torch.int64, device=self._device), NOBODY, None, prompts)
-        logits = self._model.logits(hidden[sent["sample_tokens"].long()])  # [S, V]
+        logits = self._model.logits(hidden[sent["sample_tokens"].long()])  # [S, v]
         rows = sent["sample_rows"].long()
         return self._sample(batch, logits, sent["slots"][rows], kv_len[rows], prompts)
 
     def _sample(
         self, batch: Batch, logits: Tensor, slots: Tensor, lengths: Tensor, prompts: list[tuple[int, int, Scores]]
     ) -> Pending:
-        """Draw from logits [S, V] of the rows that sample; `slots` and `lengths` are theirs on the device, int32."""
+        """Draw from logits [S, v] of the rows that sample; `slots` and `lengths` are theirs on the device, int32."""
         rows = batch.slots[batch.samples]
         tokens = self._sampler.sample(logits, rows, batch.kv_len[batch.samples], slots, lengths)  # [S]
         self._last_token[slots.long()] = tokens.clamp(min=0)
@@ -113,7 +113,8 @@ class ModelRunner:
         scores = None
         if reports.size:
             at = torch.from_numpy(reports).to(self._device, non_blocking=True)
-            scores = logprobs(logits[at], tokens[at].clamp(min=0), int(self._logprobs[rows].max()))
+            asked = self._model.vocabulary.whole(logits[at])
+            scores = logprobs(asked, tokens[at].clamp(min=0), int(self._logprobs[rows].max()))
         return self._staging.receive(tokens, reports, scores, prompts)
 
     def _take_joins(self, joins: Joins) -> None:
@@ -136,7 +137,8 @@ class ModelRunner:
             first = int(stops[row] - batch.q_len[row])
             for at in range(0, count, SCORED_AT_ONCE):
                 size = min(SCORED_AT_ONCE, count - at)
-                logits = self._model.logits(hidden[first + at : first + at + size])  # [size, V]
+                logits = self._model.logits(hidden[first + at : first + at + size])
+                logits = self._model.vocabulary.whole(logits)  # [size, V]
                 said = self._sampler.history(slot, start + at + 1, start + at + size + 1)
                 prompts.append((slot, start + at + 1, logprobs(logits, said, int(self._prompt_top[slot]))))
         return prompts

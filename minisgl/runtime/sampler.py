@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minisgl.batch import Int32, Joins
 from minisgl.kernels.gumbel import sample
+from minisgl.parallel.sharding import Vocabulary
 
 GREEDY_BELOW = 1e-5
 """Temperatures up to here are greedy: nothing but rounding separates them from it."""
@@ -32,10 +33,17 @@ class Edits:
 
 
 class Sampler:
-    """Holds each slot's sampling parameters: on the device for the work, on the host to choose it."""
+    """Holds each slot's sampling parameters: on the device for the work, on the host to choose it.
 
-    def __init__(self, num_slots: int, context: int, device: torch.device) -> None:
-        self._context, self._device = context, device
+    Each of several ranks draws among its own tokens, and the best of these draws wins. A row that wants a filter or an
+    edit needs all scores to know what it leaves of its own.
+    """
+
+    def __init__(self, num_slots: int, context: int, device: torch.device, vocabulary: Vocabulary) -> None:
+        self._context, self._device, self._vocabulary = context, device, vocabulary
+        self._part = None
+        if len(vocabulary.parts) > 1:
+            self._part = vocabulary.mine.start, vocabulary.widest, vocabulary.ranks.gather
         self._temperature = torch.zeros(num_slots, device=device)
         self._top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._top_p = torch.ones(num_slots, device=device)
@@ -43,6 +51,7 @@ class Sampler:
         self._seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._penalties = torch.zeros(num_slots, 3, device=device)  # presence, frequency, repetition
         self._filters = np.zeros(num_slots, dtype=np.bool_)
+        self._has_edits = np.zeros(num_slots, dtype=np.bool_)
         self._keeps_history = np.zeros(num_slots, dtype=np.bool_)
         self._edits: dict[int, Edits] = {}  # only slots that have some
         self._history: Tensor | None = None  # [slots, context] int32, where a request needs it
@@ -61,7 +70,8 @@ class Sampler:
         self._penalties[slots] = self._send(np.stack([joins.presence, joins.frequency, joins.repetition], axis=1))
         for slot, edits in zip(joins.slots.tolist(), _edits(joins), strict=True):
             self._edits.pop(slot, None)
-            if edits.penalised or edits.min_len or edits.bias_ids or edits.bad_words:
+            self._has_edits[slot] = bool(edits.penalised or edits.min_len or edits.bias_ids or edits.bad_words)
+            if self._has_edits[slot]:
                 self._edits[slot] = edits
         for slot, tokens in zip(joins.slots.tolist(), joins.history.rows(), strict=True):
             if len(tokens):
@@ -76,18 +86,20 @@ class Sampler:
         return self._history[slot, start:stop].long()
 
     def sample(self, logits: Tensor, rows: Int32, lengths: Int32, slots: Tensor, positions: Tensor) -> Tensor:
-        """One token for each row of `logits` [S, V], of the slots `rows`, whose requests have `lengths` tokens.
+        """One token for each row of `logits` [S, v], of the slots `rows`, whose requests have `lengths` tokens.
 
-        `slots` and `positions` are the same two on the device, int32. Returns int64 [S]; -1 where logits are not
-        numbers.
+        `slots` and `positions` are the same two on the device, int32. Returns int64 [S], the same on all ranks; -1
+        where logits are not numbers.
         """
-        edited = [(i, slot) for i, slot in enumerate(rows.tolist()) if slot in self._edits] if self._edits else []
-        if edited:
-            logits = self._edit(logits.float().clone(), edited, lengths)
-        filtered = np.flatnonzero(self._filters[rows])
-        if filtered.size:
-            logits = self._filter(logits, self._send(filtered), slots)
-        tokens = sample(logits, slots, self._temperature, self._seed, positions)
+        mine = self._vocabulary.mine
+        special = np.flatnonzero(self._filters[rows] | self._has_edits[rows])
+        if special.size:
+            at = self._send(special)
+            scores = self._vocabulary.whole(logits[at]).float()  # [special, V]
+            scores = self._filter(self._edit(scores, rows[special], lengths[special]), rows[special], slots[at])
+            logits = logits.to(torch.float32, copy=True)
+            logits[at] = scores[:, mine.start : mine.start + logits.shape[1]]
+        tokens = sample(logits, slots, self._temperature, self._seed, positions, self._part)
         if self._history is not None and (kept := np.flatnonzero(self._keeps_history[rows])).size:
             at = self._send(kept)
             # A row's last token at the context's end has no place, and no successor: it may spoil the one before.
@@ -95,22 +107,26 @@ class Sampler:
             self._history[slots[at].long(), places] = tokens[at].int()
         return tokens
 
-    def _filter(self, logits: Tensor, at: Tensor, slots: Tensor) -> Tensor:
-        """Logits in float32, and -inf at what the filters of the rows `at`, which are drawn from, leave out."""
-        logits, slots = logits.to(torch.float32, copy=True), slots[at]
-        rows = logits[at]
-        scaled = (rows - rows.amax(dim=-1, keepdim=True)) / self._temperature[slots, None]
+    def _filter(self, logits: Tensor, rows: Int32, slots: Tensor) -> Tensor:
+        """Set to -inf, in float32 logits [n, V], what the filters of those of the rows that have some leave out."""
+        filtered = np.flatnonzero(self._filters[rows])
+        if not filtered.size:
+            return logits
+        at = self._send(filtered)
+        drawn, slots = logits[at], slots[at]
+        scaled = (drawn - drawn.amax(dim=-1, keepdim=True)) / self._temperature[slots, None]
         likely = keep_likely(scaled, self._top_k[slots], self._top_p[slots])
         out = (likely == -torch.inf) | (likely < self._min_p[slots, None].log())
-        logits[at] = rows.masked_fill(out & ~rows.isnan(), -torch.inf)
+        logits[at] = drawn.masked_fill(out & ~drawn.isnan(), -torch.inf)
         return logits
 
-    def _edit(self, logits: Tensor, edited: list[tuple[int, int]], lengths: Int32) -> Tensor:
-        """Change float32 logits in place, for (row, slot) pairs."""
+    def _edit(self, logits: Tensor, rows: Int32, lengths: Int32) -> Tensor:
+        """Change float32 logits [n, V] in place, as those of the slots `rows` want that have edits."""
         changes: list[tuple[int, int, float]] = []
         words: list[tuple[int, int, Sequence[int]]] = []
-        for row, slot in edited:
-            edits = self._edits[slot]
+        for row, slot in enumerate(rows.tolist()):
+            if (edits := self._edits.get(slot)) is None:
+                continue
             if edits.penalised:
                 self._penalise(logits[row], slot, edits.prompt_len, int(lengths[row]))
             changes += ((row, token, bias) for token, bias in zip(edits.bias_ids, edits.bias, strict=True))

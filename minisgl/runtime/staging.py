@@ -30,6 +30,11 @@ class Pending:
         self._tokens, self._reports, self._scores = tokens, reports, scores
         self._prompts, self._arrived = prompts, arrived
 
+    @property
+    def arrived(self) -> bool:
+        """Whether it is here."""
+        return self._arrived is None or self._arrived.query()
+
     def wait(self) -> Outcome:
         """Wait until it is here."""
         if self._arrived is not None:

@@ -180,9 +180,9 @@ class Worker:
         self._changed = False
         try:
             committed = self._engine.step()
-        except Exception:
+        except Exception as error:
             logger.exception("a step failed, and with it every request that was waiting or running")
-            if self._device_lost():
+            if isinstance(error, ChildProcessError) or self._device_lost():  # the former: another rank has ended
                 raise
             return
         self._metrics.generation_tokens += len(committed.tokens)

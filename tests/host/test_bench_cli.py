@@ -77,7 +77,7 @@ def test_every_config_is_a_complete_run(path: Path, bench: Callable[..., Asked])
         assert config.vocab_size > asked.workload.max_token_id
 
 
-@pytest.mark.parametrize("name", ["offline-256-qwen3-0.6b", "offline-256-qwen3-14b"])
+@pytest.mark.parametrize("name", ["offline-256-qwen3-0.6b", "offline-256-qwen3-14b", "offline-256-qwen3-32b-tp2"])
 def test_the_standing_configs_are_the_standing_workload(name: str, bench: Callable[..., Asked]):
     asked = bench("--config", ROOT / "bench_configs" / f"{name}.toml")
     assert throughput_jobs(asked.workload, 0) == throughput_jobs(STANDING, 0)

@@ -77,6 +77,7 @@ def test_the_real_parser_takes_a_documented_command(command: str, tmp_path: Path
     monkeypatch.setattr("cli.models.cached_models", lambda: [])
     monkeypatch.setattr("cli.models.find_cached", lambda _: SimpleNamespace(size_bytes=1, remove=lambda: None))
     monkeypatch.setattr("cli.run.start", lambda *_: FakeLLM())
+    monkeypatch.setattr("cli.serve.start", lambda *_: FakeLLM())
     monkeypatch.setattr("cli.run.start_logging", lambda *_: None)
     monkeypatch.setattr("minisgl.bench.offline.measure", lambda *_: None)
     monkeypatch.setattr("minisgl.bench.online.measure", lambda *_: None)

@@ -13,6 +13,7 @@ BUDGET = {
     "source and tokenizer": 1800,
     "server": 2000,
     "openai": 800,
+    "parallel": 600,
     "bench and profiling": 2200,
     "doctor": 320,
     "chat": 800,

@@ -135,7 +135,7 @@ def rounded(value):
     [
         ({"model": "./no-such-folder"}, "there is no file or folder .*no-such-folder"),
         ({"max_model_len": 4096}, "max_model_len=4096: the model was made for at most 2048"),
-        ({"tp": 2}, "tp=2: tensor parallelism"),
+        ({"tp": 3}, "tp=3: the model has 4 heads and 2 key heads: tp may be 1, 2 or 4"),
     ],
 )
 @in_loop

@@ -8,7 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl.kernels.gumbel import _log2_of_rest, noise, sample_fused, sample_reference
+from minisgl.kernels.gumbel import (
+    _log2_of_rest,
+    choose_fused,
+    choose_reference,
+    find_fused,
+    find_reference,
+    noise,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOGITS = [torch.float32, torch.bfloat16, torch.float16]
@@ -32,6 +39,16 @@ def inputs(rows, vocab, dtype=torch.float32, spread=2.0):
     seed = torch.randint(-(2**63), 2**63 - 1, (3 * rows,), generator=generator)
     positions = torch.randint(0, 2**31 - 1, (rows,), generator=generator)
     return [t.to(DEVICE) for t in (logits, slots, temperature, seed, positions)]
+
+
+def sample_fused(logits, slots, temperature, seed, positions):
+    tiles = -(-logits.shape[1] // 4096)
+    return choose_fused(find_fused(logits, slots, temperature, seed, positions, 0, tiles)[None], slots, temperature)
+
+
+def sample_reference(logits, slots, temperature, seed, positions):
+    found = find_reference(logits, slots, temperature, seed, positions, 0, 1)
+    return choose_reference(found[None], slots, temperature)
 
 
 def agreed(logits, slots, temperature, seed, positions):

@@ -402,7 +402,7 @@ def test_close_is_idempotent_and_what_comes_after_says_so(tiny_model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp": 2}, "tp=2: tensor parallelism is not part"),
+        ({"tp": 2, "node_rank": 1}, "node_rank=1: it must be less than nnodes=1"),
         ({"attention_backend": "flashinfer"}, "flashinfer cannot do prefill here: flashinfer"),
         ({"attention_backend": "flash"}, "flash cannot do prefill here: flash"),
         ({"attention_backend": "reference,flash"}, "flash is for prefill: name another backend for decode"),

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.build import _memory_errors
 from minisgl.config import EngineConfig
 from minisgl.host import Memory, memory
 from minisgl.runtime.memory import count_pages, page_bytes
+from minisgl.runtime.rank import _memory_errors
 from minisgl.runtime.runner import ModelRunner
 from minisgl.source.model_config import ModelConfig, RopeConfig
 

@@ -180,7 +180,7 @@ def test_in_a_terminal_the_answer_streams_and_the_bar_is_gone():
     ("args", "code", "message"),
     [
         (("hello", "--model", "./not/here"), 1, r"there is no file or folder \S*not/here"),
-        (("hello", "--tp", "2"), 1, r"tp=2: tensor parallelism is not part of this version"),
+        (("hello", "--tp", "2"), 1, r"tp=2: the model has 9 heads and 3 key heads: tp may be 1, 3 or 9"),
         (("hello", "--attention-backend", "flashinfer"), 1, r"flashinfer cannot do prefill here"),
         (("hello", "--max-model-len", "9000"), 1, r"max_model_len=9000.*at most 8192"),
         (("word " * 9000,), 1, r"the context holds 8192"),

@@ -1,0 +1,336 @@
+"""The ranks of one engine as processes: rank 0 starts the others of its host, and ends with them.
+
+Rank 0 is the process that wants the engine. Another is one that it has started (`minisgl.runtime.rank`), or, under
+torchrun and as the first of another host, one that has asked for the same engine.
+"""
+
+import atexit
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import msgspec
+
+from minisgl.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_LOOK_S = 0.1
+_TELL_S = 5.0
+"""How long rank 0 may take to notice that another has ended; then it is stuck in a call to the device, and ends too."""
+_END_S = 2.0
+"""How long ranks may take to end when they are asked to."""
+_LAST_WORDS_BYTES = 8192
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands among the ranks of an engine, and where they meet."""
+
+    rank: int
+    size: int
+    local_rank: int  # among those of this host: its GPU
+    local_size: int  # ranks that this process starts, and itself
+    host: str  # of the store through which they meet, which rank 0 holds
+    port: int  # 0 lets the kernel choose
+    one_host: bool = True
+    torchrun: bool = False  # which has started all ranks
+
+
+def find_place(config: EngineConfig) -> Place:
+    """This process's place, from torchrun's environment where it has started several ranks, else from the config.
+
+    ValueError where what these say does not fit together.
+    """
+    environ = os.environ
+    if config.tp > 1 and "TORCHELASTIC_RUN_ID" in environ:
+        size = int(environ["WORLD_SIZE"])
+        if size != config.tp or config.nnodes > 1:
+            raise ValueError(
+                f"tp={config.tp}, nnodes={config.nnodes}: torchrun has started {size} ranks; tp must be as many, and "
+                "nnodes is torchrun's own to say"
+            )
+        host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        one_host = environ["LOCAL_WORLD_SIZE"] == environ["WORLD_SIZE"]
+        return Place(int(environ["RANK"]), size, int(environ["LOCAL_RANK"]), 1, host, port, one_host, torchrun=True)
+    if config.node_rank >= config.nnodes:
+        raise ValueError(
+            f"node_rank={config.node_rank}: it must be less than nnodes={config.nnodes}, and 0 on the first"
+        )
+    if config.nnodes == 1:
+        return Place(0, config.tp, 0, config.tp, LOOPBACK, 0)
+    host, _, port = (config.dist_init_addr or "").rpartition(":")
+    if config.tp % config.nnodes or not (host and port.isdigit()):
+        raise ValueError(
+            f"nnodes={config.nnodes}: tp={config.tp} must be a multiple of it, and dist_init_addr HOST:PORT of the "
+            f"first host, got {config.dist_init_addr!r}"
+        )
+    local_size = config.tp // config.nnodes
+    return Place(config.node_rank * local_size, config.tp, 0, local_size, host, int(port), one_host=False)
+
+
+class Task(msgspec.Struct):
+    """What a started rank is told, on stdin."""
+
+    place: Place
+    config: dict[str, Any]
+    folder: str
+    name: str
+    max_position: int
+    owner: int = 0
+    """The process that starts it, and whose end is to be its own."""
+
+
+@dataclass(eq=False)
+class Other:
+    """Another rank, as the one that started it or sends to it sees it."""
+
+    rank: int
+    process: subprocess.Popen[bytes] | None = None
+    words: IO[bytes] | None = None  # what it says on stderr, to be read when it has ended
+    line: socket.socket | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"rank {self.rank}" + (f" (pid {self.process.pid})" if self.process else "")
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is of this host and a signal has stopped it."""
+        with suppress(OSError):
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text() if self.process else ""
+            return stat.rpartition(")")[2].split()[:1] == ["T"]
+        return False
+
+    def how_it_ended(self) -> str:
+        """In one line."""
+        if self.process is None or (code := self.process.returncode) is None:
+            return f"{self.name} has closed its connection" + ("" if self.process else ": its own terminal says why")
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        said = self.last_words().splitlines()
+        return f"{self.name} ended with {how}" + (f": {said[-1]}" if said else "")
+
+    def last_words(self) -> str:
+        """The end of what it has said."""
+        if self.words is None:
+            return ""
+        number = self.words.fileno()  # whose position is the rank's own to move
+        end = os.fstat(number).st_size
+        return os.pread(number, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES)).decode(errors="replace").strip()
+
+
+@dataclass(eq=False)
+class _Watch:
+    """What the watching thread knows; it holds nothing that an engine is made of, so that one can be forgotten."""
+
+    others: list[Other]
+    on_device: bool  # where a rank that ends may leave this one's GPU waiting for ever
+    failure: str | None = None
+    failed: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
+    lock: threading.RLock = field(default_factory=threading.RLock)  # held by whoever ends them
+    deadline_s: float | None = None
+    at_work: bool = False
+    kept: object = None
+
+    def run(self) -> None:
+        """Look after the other ranks until the first ends; then end them all."""
+        while not self.failed.is_set() and not self.ended.wait(_LOOK_S):
+            with self.lock:
+                if (lost := next(self._lost(), None)) is not None:
+                    if lost.rank == 0 and self.ended.wait(_TELL_S):
+                        return  # it was done, and so are we
+                    self.fail(lost.how_it_ended())
+                elif (deadline_s := self.deadline_s) is not None and time.monotonic() > deadline_s:
+                    stopped = [other.name for other in self.others if other.is_stopped]
+                    who = f"{', '.join(stopped)} is stopped" if stopped else "who hangs is not known"
+                    self.fail(f"the ranks have not done a step within --step-timeout: {who}")
+        until_s = time.monotonic() + _TELL_S
+        while self.at_work and not self.ended.wait(_LOOK_S):
+            if time.monotonic() > until_s:
+                print(f"Error: {self.failure}", file=sys.stderr)
+                leave(1)
+
+    def _lost(self) -> Iterator[Other]:
+        for other in self.others:
+            if other.process is not None and other.process.poll() is not None:
+                yield other
+        poller = select.poll()
+        lines = {other.line.fileno(): other for other in self.others if other.line is not None}
+        for number in lines:
+            poller.register(number, select.POLLRDHUP)
+        for number, _ in poller.poll(0):
+            if (process := lines[number].process) is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+            yield lines[number]
+
+    def fail(self, why: str, exit_code: int = 1) -> None:
+        """End all ranks, for this reason; only the first counts."""
+        with self.lock:
+            if self.failure is not None or self.ended.is_set():
+                return
+            self.failure = why
+            for other in self.others:
+                if words := other.last_words():
+                    logger.debug("%s said:\n%s", other.name, words)
+            self.end(0)
+            if self.on_device:
+                atexit.register(leave, exit_code, self.kept)  # else Python's own end would wait for the device
+            self.failed.set()
+
+    def end(self, patience_s: float) -> None:
+        """Close the lines, and kill who has not ended by then."""
+        for other in self.others:
+            if other.line is not None:
+                with suppress(OSError):
+                    other.line.shutdown(socket.SHUT_RDWR)
+        until_s = time.monotonic() + patience_s
+        for other in self.others:
+            if other.process is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    other.process.wait(max(0.0, until_s - time.monotonic()))
+                other.process.kill()
+                other.process.wait()
+
+
+class Crew:
+    """The other ranks, as one sees them that has started some of them, or leads all.
+
+    A thread watches them. When one ends, all others are ended, and whoever waits for them here gets ChildProcessError
+    with its name, how it ended and its last words.
+    """
+
+    def __init__(self, others: list[Other], start: list[Task], on_device: bool) -> None:
+        """`others` are those to be started, with their `start`, and those that will come by themselves."""
+        self._watch = _Watch(others, on_device)
+        begun = threading.Event()
+
+        def work(watch: _Watch) -> None:
+            # Here, because a rank ends with the thread that has started it: so this one stays until they have ended.
+            try:
+                for other, task in zip(watch.others, start, strict=False):
+                    other.words = tempfile.TemporaryFile()  # noqa: SIM115  as long as the rank
+                    other.process = _start(task, other.words)
+            except Exception as error:
+                watch.fail(f"a rank cannot be started: {error}")
+            finally:
+                begun.set()
+            watch.run()
+            for other in watch.others:
+                if other.process is not None:
+                    other.process.wait()
+
+        threading.Thread(target=work, args=(self._watch,), name="ranks", daemon=True).start()
+        begun.wait()
+        self.close = weakref.finalize(self, _close, self._watch)
+        """End the other ranks; safe to call again, and done when nobody has this any more."""
+
+    @contextmanager
+    def at_work(self, timeout_s: float | None = None, together: bool = False) -> Iterator[None]:
+        """What is done in here needs all ranks, and may take so long; ChildProcessError where one has ended.
+
+        If `together`, they would wait for each other for ever once one of them has failed: then so have all.
+        """
+        watch = self._watch
+        watch.at_work = True
+        try:
+            self.check()
+            watch.deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+            yield
+        except BaseException as error:
+            # A rank's end is felt here at once, as some error of its connection, and seen by the thread soon.
+            if isinstance(error, RuntimeError | OSError):
+                watch.failed.wait(1.0)
+            if watch.failure is not None and isinstance(error, Exception):
+                raise ChildProcessError(watch.failure) from error
+            if together:
+                code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+                watch.fail(f"rank 0 has left a step in the middle: {type(error).__name__} {error}".rstrip(), code)
+            raise
+        finally:
+            watch.deadline_s, watch.at_work = None, False
+
+    def check(self) -> None:
+        """ChildProcessError if a rank has ended."""
+        if self._watch.failure is not None:
+            raise ChildProcessError(self._watch.failure)
+        if self._watch.ended.is_set():
+            raise ChildProcessError("the ranks have been ended")
+
+    @property
+    def device_waits(self) -> bool:
+        """Whether this rank's GPU may wait for one that has ended: nothing may be asked of it then, not even memory."""
+        return self._watch.on_device and self._watch.failure is not None
+
+    def keep(self, kept: object) -> None:
+        """Should a rank end, keep something till the end of this process: to free it would be to wait for the GPU."""
+        self._watch.kept = kept
+
+    def receive(self, listener: socket.socket) -> None:
+        """Wait until each rank has come and said which it is."""
+        others = {other.rank: other for other in self._watch.others}
+        listener.settimeout(_LOOK_S)
+        while any(other.line is None for other in others.values()):
+            self.check()
+            with suppress(TimeoutError, ConnectionError):
+                line, _ = listener.accept()
+                line.settimeout(_END_S)
+                rank = int.from_bytes(line.recv(4), "little")
+                line.settimeout(None)
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if rank in others and others[rank].line is None:
+                    others[rank].line = line
+                else:
+                    line.close()
+
+    def send(self, message: bytes) -> None:
+        """Send all ranks a message."""
+        for other in self._watch.others:
+            assert other.line is not None, "receive() comes first"
+            other.line.sendall(message)
+
+
+def _close(watch: _Watch) -> None:
+    watch.ended.set()
+    with watch.lock:
+        watch.end(_END_S)
+        for other in watch.others:
+            for file in (other.line, other.words):
+                if file is not None:
+                    file.close()
+
+
+def _start(task: Task, words: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a rank in a session of its own, where the terminal's Ctrl-C does not reach it."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "minisgl.runtime.rank"],
+        stdin=subprocess.PIPE, stdout=words, stderr=words, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin:  # if it has ended, the thread will see that
+        process.stdin.write(msgspec.json.encode(msgspec.structs.replace(task, owner=os.getpid())))
+    return process
+
+
+def leave(code: int, *_kept: object) -> NoReturn:
+    """End this process as it stands: its device may never answer again."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,62 @@
+"""What rank 0 tells the others: batches, over a socket to each."""
+
+import socket
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from minisgl.batch import Batch, Joins
+
+_HEADER_BYTES = 8  # of a message: its length
+
+
+def receive(leader: socket.socket) -> Batch | None:
+    """The next batch; None when there are no more, because rank 0 has closed the line or has ended."""
+    if (header := _read(leader, _HEADER_BYTES)) and (body := _read(leader, int.from_bytes(header, "little"))):
+        return unpack(body)
+    return None
+
+
+def pack(batch: Batch) -> bytes:
+    """A batch as a message."""
+    body = msgspec.msgpack.encode(_plain(batch))
+    return len(body).to_bytes(_HEADER_BYTES, "little") + body
+
+
+def unpack(body: bytes) -> Batch:
+    """A batch from a message without its header."""
+    return _built(Batch, msgspec.msgpack.decode(body))
+
+
+def _read(leader: socket.socket, size: int) -> bytes:
+    """So many bytes, or none if the line is closed."""
+    data = bytearray()
+    while len(data) < size:
+        if not (more := leader.recv(size - len(data))):
+            return b""
+        data += more
+    return bytes(data)
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as the list of their fields, arrays as type, shape and bytes; nothing where nobody joins."""
+    if isinstance(value, Joins) and not len(value.slots):
+        return None
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.shape, value.tobytes()]
+    if is_dataclass(value):
+        return [_plain(getattr(value, field.name)) for field in fields(value)]
+    return value
+
+
+def _built(kind: Any, plain: Any) -> Any:
+    if plain is None:
+        return Joins.greedy(np.empty(0, np.int32))
+    if is_dataclass(kind):
+        return kind(*(_built(field.type, each) for field, each in zip(fields(kind), plain, strict=True)))  # pyright: ignore
+    if isinstance(plain, list):
+        dtype, shape, data = plain
+        return np.frombuffer(data, dtype).reshape(shape).copy()  # one's own, and so writable, as torch wants it
+    return plain

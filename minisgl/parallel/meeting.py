@@ -1,0 +1,98 @@
+"""How ranks meet: each has a line to rank 0, and all a process group, through a store of torch.distributed."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import msgspec
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from minisgl.config import EngineConfig
+from minisgl.parallel.crew import Crew, Other, Place, Task
+from minisgl.parallel.linked import linked_sum
+from minisgl.parallel.ranks import Ranks
+
+_FOREVER = timedelta(days=365)  # torch's own time-outs know nothing of what a rank is doing
+_LEADER = "leader"  # the port where rank 0 waits for the others
+
+
+def lead(place: Place, config: EngineConfig, task: Task) -> tuple[Ranks, Crew]:
+    """Start the other ranks of this host, with the task, and meet all; this process is rank 0."""
+    store, port = open_store(place)
+    place = replace(place, port=port)
+    with socket.create_server((place.host, 0), backlog=place.size) as listener:
+        store.set(_LEADER, str(listener.getsockname()[1]))
+        crew = _crew(place, config, task, [Other(rank) for rank in range(place.local_size, place.size)])
+        try:
+            with crew.at_work():
+                crew.receive(listener)
+                ranks = make_ranks(place, config, store, place.host)
+                crew.keep(ranks)
+                return ranks, crew
+        except BaseException:
+            crew.close()
+            raise
+
+
+@contextmanager
+def join(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks, socket.socket]]:
+    """Start the other ranks of this host, where that is this one's part, and meet all; yields the line to rank 0."""
+    if config.device == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
+    store, _ = open_store(place)
+    with closing(socket.create_connection((place.host, int(store.get(_LEADER))))) as line:
+        crew = _crew(place, config, task, [Other(0, line=line)])
+        with crew.at_work():
+            line.sendall(place.rank.to_bytes(4, "little"))
+            yield make_ranks(place, config, store, line.getsockname()[0]), line
+        crew.close()
+
+
+def open_store(place: Place) -> tuple[Store, int]:
+    """The store where all meet, and its port."""
+    if place.torchrun:
+        store, _, _ = next(iter(rendezvous("env://", place.rank, place.size)))
+        return store, place.port
+    store = TCPStore(place.host, place.port, None, place.rank == 0, wait_for_workers=False)
+    return store, store.port
+
+
+def _crew(place: Place, config: EngineConfig, task: Task, coming: list[Other]) -> Crew:
+    """The ranks that this process starts, and those that it has a line to."""
+    local = range(1, place.local_size)
+    places = [replace(place, rank=place.rank + i, local_rank=i, local_size=1) for i in local]
+    start = [msgspec.structs.replace(task, place=each) for each in places]
+    return Crew([*(Other(each.rank) for each in places), *coming], start, on_device=config.device == "cuda")
+
+
+def make_ranks(place: Place, config: EngineConfig, store: Store, address: str) -> Ranks:
+    """All ranks as a process group: NCCL on GPUs, gloo, over this host's `address`, on CPUs.
+
+    It is no part of torch's own list of groups, which has room for one set of ranks in a process.
+    """
+    group = ProcessGroup(store, place.rank, place.size)
+    device, kinds = torch.device(config.device), ProcessGroup.BackendType
+    if config.device == "cpu":
+        kind, options = kinds.GLOO, ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout, options._devices = _FOREVER, [ProcessGroupGloo.create_device(hostname=address)]
+        backend = ProcessGroupGloo(PrefixStore("gloo", store), place.rank, place.size, options)
+    else:
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # not part of a torch for CPUs
+
+        torch.cuda.set_device(place.local_rank)
+        os.environ["NCCL_NVLS_ENABLE"] = "0"  # no multicast
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # when a rank ends, the crew knows better what to do
+        kind, options = kinds.NCCL, ProcessGroupNCCL.Options()
+        options._timeout = _FOREVER
+        backend = ProcessGroupNCCL(PrefixStore("nccl", store), place.rank, place.size, options)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    ranks = Ranks(place.rank, place.size, group)
+    if config.device == "cpu" or not place.one_host:
+        return ranks
+    return replace(ranks, sum_small=linked_sum(ranks, store, getattr(torch, config.dtype)))

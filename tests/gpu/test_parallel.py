@@ -1,0 +1,86 @@
+"""Two GPUs: what one GPU says, with and without graphs, and what happens when a rank ends while graphs are captured."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl import LLM, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SMALL = {"vocab_size": 1001, "num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 528, "head_dim": 64}
+PROMPTS = [[(7 * i + j * j) % 1000 for j in range(3 + 11 * i)] for i in range(12)]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+
+def answers(folder: str, params=GREEDY, **fields):
+    with LLM(folder, load_format="dummy", device="cuda", max_model_len=512, num_pages=400, **fields) as llm:
+        return [out.outputs[0] for out in llm.generate(PROMPTS, params)]
+
+
+def tokens(folder: str, params=GREEDY, **fields):
+    return [answer.token_ids for answer in answers(folder, params, dtype="float32", **fields)]
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("kv_heads", [8, 1], ids=["parted key heads", "one key head on both"])
+def test_float32_tokens_are_those_of_one_gpu(qwen3, kv_heads, graphs):
+    folder = qwen3(**SMALL, num_key_value_heads=kv_heads)
+    expected = tokens(folder, cuda_graph=False)
+    assert tokens(folder, cuda_graph=graphs, tp=2) == expected
+    drawn = [SamplingParams(temperature=0.9, seed=i, max_tokens=20, top_p=0.9 if i % 2 else None) for i in range(12)]
+    assert tokens(folder, drawn, cuda_graph=graphs, tp=2) == tokens(folder, drawn, cuda_graph=False)
+
+
+def test_bfloat16_log_probabilities_are_within_the_spread_of_one_gpu(qwen3):
+    """Of the first token that a decode step draws; the spread is that of one GPU in bfloat16 to float32."""
+    params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, ignore_eos=True)
+
+    def seen(**fields):
+        return [answer.logprobs[1].top for answer in answers(qwen3(num_hidden_layers=8), params, **fields)]
+
+    def distance(one, other):
+        return np.mean([abs(a[t] - b[t]) for a, b in zip(one, other, strict=True) for t in a.keys() & b.keys()])
+
+    exact, alone, both = seen(dtype="float32"), seen(dtype="bfloat16"), seen(dtype="bfloat16", tp=2)
+    print(f"mean distance to float32: {distance(alone, exact):.5f} on one GPU, {distance(both, exact):.5f} on two")
+    assert distance(both, exact) <= 1.5 * distance(alone, exact)
+
+
+def test_all_reduce_over_memory_that_both_see_is_measured_and_right():
+    """An engine takes only the ways whose sum is NCCL's; here both must be."""
+    script = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "scripts/all_reduce.py"]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    assert "one shot" in done.stdout and "two shots" in done.stdout
+
+
+KILLED_IN_CAPTURE = """
+import os, signal, subprocess
+from minisgl import LLM, EngineConfig
+
+def kill(what, done, total):
+    if what == "capturing CUDA graphs" and done == 3:
+        found = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "minisgl.runtime.rank"], capture_output=True)
+        os.kill(int(found.stdout.split()[0]), signal.SIGKILL)
+
+fields = dict(load_format="dummy", device="cuda", tp=2, max_model_len=512, num_pages=400)
+LLM.from_config(EngineConfig(model={model!r}, **fields), kill)
+"""
+
+
+def test_a_rank_that_is_killed_while_graphs_are_captured_ends_all(qwen3):
+    script = KILLED_IN_CAPTURE.replace("{model!r}", repr(qwen3()))
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1
+    assert "ended with signal SIGKILL" in done.stderr, done.stderr

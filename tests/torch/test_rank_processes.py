@@ -1,0 +1,194 @@
+"""Ranks as processes: whichever ends, all end within seconds, and say which it was; nothing stays behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from minisgl import LLM, EngineConfig, SamplingParams
+from minisgl.parallel import crew
+
+PROMPTS = [[3, 4, 5], [6] * 20, [7, 8]]
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[subprocess.Popen[bytes]]:
+    """The ranks that are started, as they are."""
+    processes = []
+
+    def start(task, words, own=crew._start):
+        processes.append(own(task, words))
+        return processes[-1]
+
+    monkeypatch.setattr(crew, "_start", start)
+    return processes
+
+
+@pytest.fixture
+def model(tiny_model) -> str:
+    return str(tiny_model("LlamaForCausalLM", num_key_value_heads=4))
+
+
+def engine(model: str, report=None, **fields) -> LLM:
+    fields = {"dtype": "float32", "device": "cpu", "max_model_len": 512, "tp": 2, **fields}
+    return LLM.from_config(EngineConfig(model=model, **fields), report)
+
+
+def is_there(pid: int) -> bool:
+    """Whether it runs; what nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pids, within_s=10.0) -> None:
+    until_s = time.monotonic() + within_s
+    while left := [pid for pid in pids if is_there(pid)]:
+        assert time.monotonic() < until_s, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def killed(rank: int, process: subprocess.Popen[bytes]) -> str:
+    return rf"^rank {rank} \(pid {process.pid}\) ended with signal SIGKILL"
+
+
+def test_an_engine_that_is_closed_leaves_nothing(model, started):
+    with engine(model) as llm:
+        assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=3, ignore_eos=True))) == 3
+        assert is_there(started[0].pid)
+    assert [process.returncode for process in started] == [0]  # it was done, and not killed
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_rank_that_is_killed_at_its_start_ends_all(rank, model, monkeypatch):
+    processes = []
+
+    def start(task, words, own=crew._start):
+        processes.append(own(task, words))
+        if task.place.rank == rank:
+            processes[-1].kill()
+        return processes[-1]
+
+    monkeypatch.setattr(crew, "_start", start)
+    with pytest.raises(ChildProcessError, match=rf"^rank {rank} \(pid \d+\) ended with signal SIGKILL"):
+        engine(model, tp=4)
+    wait_until_gone([process.pid for process in processes])
+
+
+def test_a_rank_that_is_killed_while_loading_ends_all(model, started):
+    def report(what: str, done: float, total: float | None) -> None:
+        if what.startswith("loading"):
+            started[0].kill()
+
+    with pytest.raises(ChildProcessError, match=r"^rank 1 \(pid \d+\) ended with signal SIGKILL"):
+        engine(model, report)
+    wait_until_gone([started[0].pid])
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_rank_that_is_killed_in_the_middle_of_a_step_ends_all_and_frees_the_requests(rank, model, started):
+    with engine(model, tp=rank + 1) as llm:
+        stream = llm.stream(PROMPTS[0], LONG)
+        for _ in range(3):
+            next(stream)
+        started[rank - 1].kill()
+        began_s = time.monotonic()
+        with pytest.raises(ChildProcessError, match=killed(rank, started[rank - 1])):
+            list(stream)
+        assert time.monotonic() - began_s < 10
+        with pytest.raises(ChildProcessError, match=killed(rank, started[rank - 1])):
+            llm.generate(PROMPTS, LONG)
+        assert llm.stats().running == 0
+        wait_until_gone([process.pid for process in started])
+
+
+def test_a_rank_that_hangs_ends_all_after_the_step_time_out(model, started):
+    with engine(model, step_timeout=1.0) as llm:
+        stream = llm.stream(PROMPTS[0], LONG)
+        next(stream)
+        os.kill(started[0].pid, signal.SIGSTOP)
+        with pytest.raises(ChildProcessError, match=rf"--step-timeout: rank 1 \(pid {started[0].pid}\) is stopped"):
+            list(stream)
+        wait_until_gone([process.pid for process in started])
+
+
+def test_a_rank_that_cannot_load_says_why(model, monkeypatch):
+    def start(task, words, own=crew._start):
+        task.folder += "-that-is-not-there"
+        return own(task, words)
+
+    monkeypatch.setattr(crew, "_start", start)
+    with pytest.raises(ChildProcessError, match=r"^rank 1 \(pid \d+\) ended with exit code 1: .*-that-is-not-there"):
+        engine(model)
+
+
+KILLED_LEADER = """
+import os, signal
+from minisgl import LLM
+from minisgl.parallel import crew
+
+def start(task, words, own=crew._start):
+    process = own(task, words)
+    print(process.pid, flush=True)
+    return process
+
+crew._start = start
+with LLM({model!r}, dtype="float32", device="cpu", max_model_len=512, tp=2) as llm:
+    for _ in llm.stream([3, 4, 5]):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_ranks_end_with_the_process_that_has_started_them(model):
+    script = KILLED_LEADER.replace("{model!r}", repr(model))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = list(map(int, done.stdout.split()))
+    assert len(pids) == 1
+    wait_until_gone(pids)
+
+
+ASK = """
+import sys
+from minisgl import LLM, SamplingParams
+fields = dict(field.split("=") for field in sys.argv[2:])
+fields = {name: int(value) if value.isdigit() else value for name, value in fields.items()}
+with LLM(sys.argv[1], dtype="float32", device="cpu", max_model_len=512, **fields) as llm:
+    outs = llm.generate([[3, 4, 5], [6] * 20, [7, 8]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    print([out.outputs[0].token_ids for out in outs])
+"""
+
+
+def expected(model: str) -> str:
+    with engine(model, tp=1) as llm:
+        outs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        return str([out.outputs[0].token_ids for out in outs])
+
+
+def test_torchrun_starts_ranks_too(model, tmp_path):
+    (tmp_path / "ask.py").write_text(ASK)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*torchrun, str(tmp_path / "ask.py"), model, "tp=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == expected(model)  # of rank 0 alone
+
+
+def test_two_hosts_are_one_engine(tiny_model):
+    """Each starts two ranks, and the first of the second host asks for the same engine as the first of all."""
+    model = str(tiny_model("Qwen3ForCausalLM"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = [sys.executable, "-c", ASK, model, "tp=4", "nnodes=2", f"dist_init_addr=127.0.0.1:{port}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    second, first = (subprocess.Popen([*common, f"node_rank={rank}"], **pipes) for rank in (1, 0))
+    (out, errors), (nothing, other_errors) = (host.communicate(timeout=100) for host in (first, second))
+    assert (first.returncode, second.returncode) == (0, 0), (errors, other_errors)
+    assert (out.strip(), nothing) == (expected(model), "")
