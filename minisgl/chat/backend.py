@@ -1,48 +1,17 @@
 """What answers, an engine of one's own or a server, as the shell sees either."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
 from minisgl.config import SamplingParams
-from minisgl.openai.conversation import Messages, Score, Turn
+from minisgl.openai.conversation import Messages, Part, Score, Turn
 from minisgl.source.cache_folder import Report
-
-
-class End(NamedTuple):
-    """Why an answer ended, and what it took, as far as the backend counts it."""
-
-    reason: str  # stop, length, or what else a server says
-    tokens_in: int | None = None
-    cached: int | None = None
-    tokens_out: int | None = None
-    joules: float | None = None  # of the GPUs
-
-
-class Part(NamedTuple):
-    """What came of an answer; the last part has the end."""
-
-    text: str = ""
-    thinking: str = ""
-    token_ids: Sequence[int] = ()  # where they are known
-    scores: Sequence[Score] = ()
-    prompt_ids: Sequence[int] = ()  # with the first part, where they are known
-    end: End | None = None
-
 
 Parts = AsyncGenerator[Part, None]
 
 
-def take(turn: Turn, part: Part) -> None:
-    """Make a part of an answer a part of its turn."""
-    turn.answer += part.text
-    turn.thinking += part.thinking
-    turn.prompt_ids += part.prompt_ids
-    turn.token_ids += part.token_ids
-    turn.scores += part.scores
-
-
 class ContextFull(ValueError):
-    """The conversation is longer than the context."""
+    """The conversation is longer than the context; raised where the shell cannot see that from the tokens."""
 
 
 class Backend(Protocol):
@@ -50,6 +19,10 @@ class Backend(Protocol):
 
     name: str  # of the model
     context: int | None  # tokens of question and answer together that fit, where that is known
+
+    async def ready(self) -> str:
+        """Wait until it can answer; what the user is to know of that, in one line, or nothing."""
+        return ""
 
     def answer(self, messages: Messages, sampling: SamplingParams, thinking: bool | None) -> Parts:
         """The answer to the last message; leaving it ends it. `thinking` is the user's wish, None without one."""

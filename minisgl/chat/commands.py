@@ -4,9 +4,10 @@ A function's docstring is its help; before the colon stands what the command tak
 user reads.
 """
 
+import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from math import exp
@@ -33,23 +34,32 @@ WORDS: Mapping[str, Any] = MappingProxyType({"on": True, "off": False, "default"
 """Values that are not JSON."""
 
 
-async def ask(session: Session, line: str) -> None:
-    """Put a question, with the files that were to go with it."""
+async def enter(session: Session, line: str) -> None:
+    """Obey or ask; whatever goes wrong is a line for the user."""
+    after, session.draft, session.draft_after = session.draft_after, "", None
+    try:
+        await (_obey(session, line) if line.startswith("/") else _ask(session, line, after))
+    except Exception as error:
+        session.fault(error)
+    session.progress = "" if session.ready else session.progress
+
+
+async def _ask(session: Session, line: str, after: Conversation | None) -> None:
+    """Put a question, with the files that were to go with it; an edited one goes `after` what came before it."""
     if text := unquoted(line):
+        if after is not None:
+            session.change(after)
         question, session.attached = "\n\n".join([*session.attached, text]), []
         await session.ask(question)
 
 
-async def obey(session: Session, line: str) -> None:
+async def _obey(session: Session, line: str) -> None:
     """Do what a line says that begins with a slash; a name that is none is answered with the nearest."""
     name, *rest = line.split(maxsplit=1)
-    try:
-        if (command := COMMANDS.get(ALIASES.get(name, name))) is None:
-            hint = f"did you mean {near[0]}?" if (near := get_close_matches(name, COMMANDS, n=1, cutoff=0.5)) else ""
-            raise ValueError(f"there is no {name}; {hint or '/help lists what there is'}")
-        await command(session, "".join(rest).strip())
-    except (ValueError, OSError) as error:
-        session.fault(error)
+    if (command := COMMANDS.get(ALIASES.get(name, name))) is None:
+        hint = f"did you mean {near[0]}?" if (near := get_close_matches(name, COMMANDS, n=1, cutoff=0.5)) else ""
+        raise ValueError(f"there is no {name}; {hint or '/help lists what there is'}")
+    await command(session, "".join(rest).strip())
 
 
 # --- the shell and the conversation
@@ -77,7 +87,7 @@ async def clear(session: Session, rest: str) -> None:
 async def system(session: Session, rest: str) -> None:
     """TEXT: set the system message; none takes it away, nothing shows it"""
     if rest:
-        session.change(replace(session.conversation, system=None if rest == "none" else rest))
+        session.change(replace(session.conversation, system=None if rest == "none" else rest), session.unanswered)
     session.screen.show({"system": session.conversation.system or "none"})
 
 
@@ -96,24 +106,24 @@ async def edit(session: Session, rest: str) -> None:
     """change the last question, and ask it again"""
     if not session.screen.live:
         raise ValueError("/edit needs a terminal")
-    session.draft, before = _last_question(session)
-    session.change(before)
+    session.draft, session.draft_after = _last_question(session)
 
 
 async def fork(session: Session, rest: str) -> None:
     """N: go on from turn N; the engine still knows what came before it"""
-    turns = session.conversation.turns
+    turns = _turns(session)
     session.change(session.conversation.with_turns(turns[: _number("/fork", rest, 0, len(turns))]))
     _tell_turns(session)
 
 
 async def drop(session: Session, rest: str) -> None:
     """N: drop the N oldest turns, and ask again what did not fit"""
-    turns, unanswered = session.conversation.turns, session.unanswered
-    session.change(session.conversation.with_turns(turns[_number("/drop", rest, 1, len(turns)) :]))
+    turns = _turns(session)
+    left = session.conversation.with_turns(turns[_number("/drop", rest, 1, len(turns)) :])
+    session.change(left, session.unanswered)
     _tell_turns(session)
-    if unanswered is not None:
-        await session.ask(unanswered)
+    if session.unanswered is not None:
+        await session.ask(session.unanswered, left)
 
 
 # --- files
@@ -121,7 +131,8 @@ async def drop(session: Session, rest: str) -> None:
 
 async def read(session: Session, rest: str) -> None:
     """FILE: put a text file before the next question"""
-    text = (path := _path("/read", rest)).read_text(encoding="utf-8").strip()
+    path = _path("/read", rest)
+    text = (await asyncio.to_thread(path.read_text, encoding="utf-8")).strip()
     session.attached.append(f"{path.name}:\n\n{text}")
     session.screen.note(f"{path.name}, {len(text)} characters, goes with your next question")
 
@@ -131,7 +142,7 @@ async def save(session: Session, rest: str) -> None:
     path = _path("/save", rest)
     try:
         if path.exists():
-            read_saved(path.read_bytes())
+            read_saved(await asyncio.to_thread(path.read_bytes))
     except ValueError:
         raise ValueError(f"{path} is there, and no conversation: give another name") from None
     messages, model = session.conversation.messages(session.unanswered), (await session.backend()).name
@@ -144,12 +155,11 @@ async def load(session: Session, rest: str) -> None:
     """FILE: go on with a saved conversation and its settings"""
     path = _path("/load", rest)
     try:
-        saved = read_saved(path.read_bytes())
+        saved = read_saved(await asyncio.to_thread(path.read_bytes))
         session.sampling = checked(replace(session.sampling, **given(saved.sampling)))
     except ValueError as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from error
-    session.change(saved.conversation)
-    session.unanswered = saved.question
+    session.change(saved.conversation, saved.question)
     session.thinking = session.thinking if saved.thinking is None else saved.thinking
     _tell_turns(session)
 
@@ -174,7 +184,7 @@ def _value(name: str, text: str) -> Any:
     """JSON, or a word that stands for something, or the text itself."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return WORDS.get(text, text)
     if name == "logit_bias" and isinstance(value, dict):  # JSON has only texts as keys
         return {int(token) if token.isdecimal() else token: bias for token, bias in value.items()}
@@ -249,17 +259,21 @@ async def _scores(session: Session) -> list[Score]:
 # --- what several have in common
 
 
-def _last(session: Session) -> Turn:
+def _turns(session: Session) -> Sequence[Turn]:
     if not session.conversation.turns:
-        raise ValueError("there is no answer yet")
-    return session.conversation.turns[-1]
+        raise ValueError("there are no turns yet")
+    return session.conversation.turns
+
+
+def _last(session: Session) -> Turn:
+    return session.only_thoughts or _turns(session)[-1]
 
 
 def _last_question(session: Session) -> tuple[str, Conversation]:
     """The question, and the conversation before it."""
     if session.unanswered is not None:
         return session.unanswered, session.conversation
-    return _last(session).question, session.conversation.with_turns(session.conversation.turns[:-1])
+    return _turns(session)[-1].question, session.conversation.with_turns(session.conversation.turns[:-1])
 
 
 def _number(command: str, text: str, least: int, most: int) -> int:
@@ -271,7 +285,10 @@ def _number(command: str, text: str, least: int, most: int) -> int:
 def _path(command: str, text: str) -> Path:
     if not text:
         raise ValueError(f"{command} takes a file's name")
-    return Path(text).expanduser()
+    path = Path(text).expanduser()
+    if path.exists() and not path.is_file():  # others may never end
+        raise ValueError(f"{path} is no ordinary file")
+    return path
 
 
 def _short(turn: Turn) -> str:

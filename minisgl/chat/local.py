@@ -2,21 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any
 
 from minisgl.bench.nvml import Gpus, Sampler, energy, open_gpus
-from minisgl.chat.backend import Backend, ContextFull, End, Part, Parts
+from minisgl.chat.backend import Backend, Parts
 from minisgl.chat.config import ChatConfig
 from minisgl.config import EngineConfig, SamplingParams
 from minisgl.doctor.machine import ask_torch, has_nvidia_driver
-from minisgl.openai.conversation import Messages, Score, Turn
-from minisgl.request import PromptTooLong
+from minisgl.openai.conversation import End, Messages, Part, Score, Turn
 from minisgl.results import TokenLogprob
-from minisgl.server.client import EngineBusy, EngineClient, EngineDead
+from minisgl.server.client import EngineClient, EngineDead
 from minisgl.source.cache_folder import Report
+from minisgl.source.hub import locate
 from minisgl.tokenizer.thinking import ThinkingSplitter, opens_thinking
 
 NOT_FINITE = "ended early: the model's scores were not finite numbers"
@@ -42,38 +42,43 @@ class OwnEngine:
         self.name, self.context = config.model, None
         self._config, self._report = config, report
         self._client: EngineClient | None = None
+        self._tokenizer: Any = None
         self.gpus: Gpus | str = "unknown"
 
-    async def ready(self) -> EngineClient:
-        """The engine that answers: a new one if there is none, or it has died."""
+    async def ready(self) -> str:
+        """See `Backend`; if there is no engine, or it has died, there will be a new one."""
+        news = ""
         try:
-            _ = self._client and await self._client.stats()
+            if self._client is not None:
+                await self._client.stats()
         except EngineDead as error:
+            news = f"{error}; this is a new one"
             self._report(f"{error}; starting a new one", 0, None)
             await self.close()
         if self._client is None:
             self._client = await EngineClient.launch(self._config, self._report)
             self.name, self.context = self._client.front.model_name, self._client.front.context
+            self._tokenizer = self._client.front.need_tokenizer("a conversation")
             self._render([{"role": "user", "content": "Hello"}], None)  # fails now, or never
+        return news
+
+    async def _engine(self) -> EngineClient:
+        await self.ready()
+        assert self._client is not None
         return self._client
 
     def _render(self, messages: Messages, thinking: bool | None) -> str:
         wish = {} if thinking is None else {"enable_thinking": thinking}
         return self._tokenizer.apply_chat_template(messages, **wish)
 
-    @property
-    def _tokenizer(self) -> Any:
-        assert self._client is not None
-        return self._client.front.need_tokenizer("a conversation")
-
     async def answer(self, messages: Messages, sampling: SamplingParams, thinking: bool | None) -> Parts:
         """See `Backend`."""
-        client = await self.ready()
+        client = await self._engine()
         text = self._render(messages, thinking)
         prompt = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=False)
         yield Part(prompt_ids=prompt)
         splitter = ThinkingSplitter(opens_thinking(text))
-        with _faults(), Sampler(self.gpus) as sampler:
+        with Sampler(self.gpus) as sampler:
             began_s = time.monotonic()
             async with aclosing(client.generate(prompt, sampling)) as pieces:
                 async for piece in pieces:
@@ -89,13 +94,12 @@ class OwnEngine:
 
     async def score(self, turn: Turn) -> list[Score]:
         """See `Backend`; one pass over the conversation, whose tokens are known."""
-        if not turn.token_ids:
+        if turn.model != self.name or not turn.token_ids:
             raise ValueError("the last answer was not made by this engine: /regen makes it anew")
-        client = await self.ready()
+        client = await self._engine()
         tokens = [*turn.prompt_ids, *turn.token_ids][: client.front.context - 1]
         asked = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=SCORED)
-        with _faults():
-            *_, last = [piece async for piece in client.generate(tokens, asked)]
+        *_, last = [piece async for piece in client.generate(tokens, asked)]
         assert last.output is not None and last.output.prompt_logprobs is not None
         return [self._score(each) for each in last.output.prompt_logprobs[len(turn.prompt_ids) :] if each is not None]
 
@@ -106,7 +110,7 @@ class OwnEngine:
 
     async def facts(self) -> Mapping[str, Any]:
         """See `Backend`."""
-        client, plain = await self.ready(), asdict(EngineConfig())
+        client, plain = await self._engine(), asdict(EngineConfig())
         stats, defaults = await client.stats(), client.front.defaults
         return {
             **{name: value for name, value in asdict(self._config).items() if name == "model" or value != plain[name]},
@@ -118,25 +122,22 @@ class OwnEngine:
 
     async def use(self, model: str) -> None:
         """See `Backend`."""
+        config, old = replace(self._config, model=model, revision=None), self._config
+        await asyncio.to_thread(locate, model, None, "dummy", self._report)  # without weights
         await self.close()
-        self._config = replace(self._config, model=model, revision=None)
+        try:
+            self._config = config
+            await self.ready()
+        except BaseException:
+            self._config = old
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """See `Backend`."""
         if self._client is not None:
             await self._client.close()
         self._client = None
-
-
-@contextmanager
-def _faults() -> Iterator[None]:
-    """What the engine's client raises, as the shell knows it."""
-    try:
-        yield
-    except PromptTooLong as error:
-        raise ContextFull(str(error)) from error
-    except (EngineBusy, EngineDead) as error:
-        raise ValueError(str(error)) from error
 
 
 def _gpus(config: EngineConfig) -> Gpus | str:

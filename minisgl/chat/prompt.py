@@ -71,11 +71,14 @@ class TerminalPrompt:
 
 
 def _history(path: Path | None) -> History:
-    """In a folder that only this user can enter; in memory where there is to be none, or it cannot be made."""
-    with suppress(OSError):
+    """In a folder that only this user can enter; in memory where there is to be none, or the file cannot be used."""
+    try:
         if path is not None:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.open("a+").close()
             return FileHistory(path)
+    except OSError as error:
+        print(f"What is entered is not kept: {error}", file=sys.stderr)
     return InMemoryHistory()
 
 
@@ -114,4 +117,5 @@ class PipedPrompt:
             with suppress(OSError):  # there is no stdin, or the terminal has gone
                 for line in open(0, "rb", buffering=0, closefd=False):  # noqa: SIM115  stdin stays open
                     self._tell(line.decode(errors="replace").rstrip("\r\n"))
-            self._tell(None)
+            for _ in range(2):  # the first may be the end of a text whose quotes were open
+                self._tell(None)

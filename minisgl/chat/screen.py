@@ -9,8 +9,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from minisgl.chat.backend import Part
 from minisgl.markdown import THEME, Markdown, last_block, lines, parse, parser, printable
+from minisgl.openai.conversation import Part
 
 FRAME_S = 0.05
 """Between two looks at whether the screen is up to date."""
@@ -78,6 +78,7 @@ class LiveAnswer:
         self._console, self._why, self._parser = console, why, parser()
         self._text = ""  # of the blocks that are not final
         self._given = 0  # upper lines of these that are
+        self._height = 0  # lines of them all
         self._begun = False  # a block is final
         self._thoughts = ""
         self._since_s = time.monotonic()  # that nothing comes, or thoughts do
@@ -118,7 +119,7 @@ class LiveAnswer:
         if cut := last_block(parse(self._parser, self._text)):
             source = self._text.split("\n")
             final += self._block("\n".join(source[:cut]))
-            self._text, self._given, self._begun = "\n".join(source[cut:]), 0, True
+            self._text, self._given, self._height, self._begun = "\n".join(source[cut:]), 0, 0, True
         tail = self._block(self._text)
         over = len(tail) if last else max(0, len(tail) - room)
         self._given += over
@@ -127,6 +128,9 @@ class LiveAnswer:
     def _block(self, text: str) -> list[str]:
         """The lines of blocks that are not final yet, with an empty one above where others are."""
         shown = lines(self._console, Markdown(parse(self._parser, text)))
+        if len(shown) < self._height:  # as where a code span of many lines is closed: what is final is another text
+            self._given = 0
+        self._height = len(shown)
         return ([""] * self._begun + shown)[self._given :] if shown else []
 
     def _dim(self, text: str) -> list[str]:

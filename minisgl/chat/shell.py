@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 from minisgl.chat.backend import Backend, Opener
-from minisgl.chat.commands import COMMANDS, ask, load, obey
+from minisgl.chat.commands import COMMANDS, enter, load
 from minisgl.chat.config import ChatConfig
 from minisgl.chat.prompt import PROMPT, PipedPrompt, TerminalPrompt
 from minisgl.chat.screen import Screen
@@ -24,9 +24,8 @@ from minisgl.source.cache_folder import Report
 
 def chat(config: ChatConfig, sampling: SamplingParams, engine: EngineConfig) -> int:
     """Talk until the user leaves; the exit code. Raises ValueError where there is nobody to talk to."""
-    plain = EngineConfig(model=engine.model)
-    if config.url and engine != plain:
-        names = [f.name for f in fields(engine) if getattr(engine, f.name) != getattr(plain, f.name)]
+    names = [f.name for f in fields(engine) if f.name != "model" and getattr(engine, f.name) != f.default]
+    if config.url and names:
         raise ValueError(f"url is of a server, which has an engine of its own: leave out {', '.join(names)}")
     return asyncio.run(Shell(config, sampling, partial(_open, config, engine), config.url or engine.model).run())
 
@@ -102,15 +101,12 @@ class Shell:
         """Obey or ask line by line, each in a task that Ctrl-C cancels."""
         prompt = self._prompt()
         while not session.over and (line := await prompt.read(session.draft)) is not None:
-            session.draft = ""
-            self._work = asyncio.create_task(obey(session, line) if line.startswith("/") else ask(session, line))
+            self._work = asyncio.create_task(enter(session, line))
             try:
                 await asyncio.wait({self._work})
             finally:
                 self._work.cancel()
                 await asyncio.wait({self._work})
-            if not self._work.cancelled():
-                self._work.result()
 
 
 @contextmanager

@@ -21,17 +21,47 @@ class Score(NamedTuple):
     top: Sequence[tuple[str, float]]  # likeliest first
 
 
+class End(NamedTuple):
+    """Why an answer ended, and what it took, as far as the backend counts it."""
+
+    reason: str  # stop, length, or what else a server says
+    tokens_in: int | None = None
+    cached: int | None = None
+    tokens_out: int | None = None
+    joules: float | None = None  # of the GPUs
+
+
+class Part(NamedTuple):
+    """What came of an answer; the last part has the end."""
+
+    text: str = ""
+    thinking: str = ""
+    token_ids: Sequence[int] = ()  # where they are known
+    scores: Sequence[Score] = ()
+    prompt_ids: Sequence[int] = ()  # with the first part, where they are known
+    end: End | None = None
+
+
 @dataclass(kw_only=True, eq=False)
 class Turn:
     """A question and its answer, which is complete as soon as it is part of a conversation."""
 
     question: str
+    model: str = ""  # that answered
     answer: str = ""
     thinking: str = ""
     prompt_ids: list[int] = field(default_factory=list)  # all that was asked, where an own engine answered
     token_ids: list[int] = field(default_factory=list)  # and what it answered
     scores: list[Score] = field(default_factory=list)  # as far as they were asked for
     cost: Cost | None = None  # None of one that was loaded
+
+    def add(self, part: Part) -> None:
+        """Take in what came."""
+        self.answer += part.text
+        self.thinking += part.thinking
+        self.prompt_ids += part.prompt_ids
+        self.token_ids += part.token_ids
+        self.scores += part.scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +102,6 @@ def request_body(model: str, messages: Messages, sampling: SamplingParams, think
     body = {"model": model, "messages": messages, **given(sampling)}
     if "logprobs" in body:
         body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
-    if "logit_bias" in body:
-        body["logit_bias"] = {str(token): bias for token, bias in body["logit_bias"].items()}
     return body if thinking is None else body | {"chat_template_kwargs": {"enable_thinking": thinking}}
 
 
@@ -90,7 +118,7 @@ def read_saved(data: bytes) -> Saved:
     """Read what `request_body` makes, or a list of messages alone; raises ValueError for what is neither."""
     try:
         body = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}") from error
     body = {"messages": body} if isinstance(body, list) else body
     asked = parse_request(CHAT, body, [str(body.get("model"))] if isinstance(body, dict) else [])
@@ -110,4 +138,6 @@ def read_saved(data: bytes) -> Saved:
                     "texts of user and assistant in turns"
                 )
     thinking = asked.template_options.get("enable_thinking")
+    if not isinstance(thinking, bool | None):
+        raise ValueError(f"enable_thinking must be true or false, got {thinking!r:.80}")
     return Saved(Conversation(system=system, turns=tuple(turns)), question, asked.sampling, thinking)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.chat import shell
-from minisgl.chat.backend import ContextFull, End, Part
+from minisgl.chat.backend import ContextFull
 from minisgl.config import SamplingParams
-from minisgl.openai.conversation import Messages, Score, Turn
+from minisgl.openai.conversation import End, Messages, Part, Score, Turn
 
 CODE = "Here it is:\n\n```python\ndef f(x):\n    return x  # same\n```\n\n* one\n* two\n\n"
 CODE += "| a | b |\n|---|---|\n| 1 | 日本 |\n"
@@ -36,7 +36,11 @@ class FakeBackend:
         self.asked: list[tuple[Messages, SamplingParams, bool | None]] = []
         self.left: list[str] = []  # questions whose answers were stopped
         self.closed = False
+        self.news = ""
         self._delay_s = delay_s
+
+    async def ready(self) -> str:
+        return self.news
 
     async def answer(
         self, messages: Messages, sampling: SamplingParams, thinking: bool | None
@@ -46,17 +50,22 @@ class FakeBackend:
         word = question.split(" ", 1)[0]
         count = sum(len(message["content"].split()) for message in messages)
         if count >= CONTEXT:
+            yield Part(prompt_ids=list(range(count)))
             raise ContextFull(f"the prompt has {count} tokens; the context holds {CONTEXT}")
         if word == "refused":
             raise ValueError("the template takes no such thing")
+        if word == "unforeseen":
+            raise KeyError("a fault of ours")
+        if word == "once" and len(self.asked) > 1:
+            raise ValueError("that was answered once")
         yield Part(prompt_ids=list(range(count)))
         made = 0
         try:
-            if word == "think":
+            if word in ("think", "ponder"):
                 for thought in ("first this, ", "then\nthat, ", "so:"):
                     yield Part(thinking=thought, token_ids=[0])
                     await asyncio.sleep(10 * self._delay_s)
-            for piece in ANSWERS.get(word, question).split(" ") if word != "silent" else ():
+            for piece in ANSWERS.get(word, question).split(" ") if word not in ("silent", "ponder") else ():
                 text = f" {piece}" if made else piece
                 made += 1
                 yield Part(text, token_ids=[made], scores=[Score(piece, -0.1, [(piece, -0.1), ("other", -3.0)])])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_chat import CONTEXT, FakeBackend
 
-from minisgl.chat.commands import COMMANDS, ask, obey
+from minisgl.chat.commands import COMMANDS, enter
 from minisgl.chat.screen import Screen
 from minisgl.chat.session import Session
 from minisgl.config import SamplingParams
@@ -31,7 +32,7 @@ class Chat:
 
         self.session = session = Session(opened, Screen(live=False), sampling, "Be kind.")
         for line in lines:
-            await (obey(session, line) if line.startswith("/") else ask(session, line))
+            await enter(session, line)
         self.turns = [turn.question for turn in session.conversation.turns]
         await session.close()
 
@@ -118,12 +119,17 @@ def test_parameters_are_set_with_their_checks(chat):
         ("/set n 2", "n must be 1"),
         ("/set prompt_logprobs 2", "prompt_logprobs unset"),
         ('/set logit_bias {"x": 1}', "logit_bias must be"),
-        ("/logprobs 1", "there is no answer yet"),
-        ("/regen", "there is no answer yet"),
+        ("/logprobs 1", "there are no turns yet"),
+        ("/regen", "there are no turns yet"),
         ("/edit", "/edit needs a terminal"),
         ("/read", "/read takes a file's name"),
         ("/read /nowhere", "No such file or directory: '/nowhere'"),
-        ("/load /", "Is a directory: '/'"),
+        ("/load /", "/ is no ordinary file"),
+        ("/read /dev/zero", "/dev/zero is no ordinary file"),
+        ("/save /dev/zero", "/dev/zero is no ordinary file"),
+        ("/drop 1", "there are no turns yet"),
+        ("/fork 0", "there are no turns yet"),
+        ("/set logit_bias " + "[" * 3000, "logit_bias must be"),
         ("/model absent", "absent is not here"),
         ("/xyzzy", "there is no /xyzzy; /help lists what there is"),
         ("/hlep me", "there is no /hlep; did you mean /help?"),
@@ -184,6 +190,17 @@ def test_a_full_context_is_said_with_the_numbers_and_dropping_makes_room(chat):
     assert [len(text.split()) for text in done.turns] == [300], "and what did not fit is asked again"
 
 
+def test_as_many_turns_are_named_as_a_big_question_needs(chat):
+    turns, big = [f"{n} " + "word " * 39 for n in range(8)], "word " * 700  # a turn is 80 words with its answer
+    done = chat(*turns, big)
+    (drop,) = re.findall(r"/drop (\d) makes room", done.err)
+    assert 5 <= int(drop) <= 7
+    assert chat(*turns, big, f"/drop {drop}").turns[-1] == big.strip()
+    for lines in ((), ("one",)):
+        err = chat(*lines, "word " * 1200).err
+        assert "the context is full: shorten the question" in err and "/drop" not in err
+
+
 def test_an_answer_that_was_cut_says_why(chat):
     assert (
         "; cut at max_tokens; /set max_tokens N allows more" in chat("a b c", sampling=SamplingParams(max_tokens=2)).err
@@ -200,6 +217,62 @@ def test_a_fault_keeps_what_came_and_a_question_without_an_answer_can_be_asked_a
     assert done.sent[1] == done.sent[2] == ["one", "one", "refused"]
     assert "the conversation is kept, and /regen asks again" in done.err
     assert "no text came; /regen asks again" in chat("silent").err
+
+
+def test_what_nobody_foresaw_is_a_line_too_and_the_chat_goes_on(chat, monkeypatch):
+    async def score(self, turn):
+        raise KeyError("another")
+
+    monkeypatch.setattr(FakeBackend, "score", score)
+    done = chat("unforeseen", "ponder", "/tokens", "two")
+    assert "Error: 'a fault of ours'\nthe conversation is kept, and /regen asks again\n" in done.err
+    assert "Error: 'another'\n" in done.err
+    assert (done.session.faults, done.turns) == (2, ["two"])
+
+
+def test_regen_that_brings_nothing_leaves_the_answer_that_there_was(chat):
+    done = chat("once", "/regen", "/regen", "two")
+    assert done.sent == [["once"], ["once"], ["once"], ["once", "once", "two"]]
+    assert done.turns == ["once", "two"]
+
+
+def test_undo_of_a_question_without_an_answer_takes_back_that_alone(chat):
+    done = chat("one", "refused", "/undo")
+    assert (done.turns, done.session.unanswered) == (["one"], None)
+    assert chat("one", "refused", "/undo", "/undo").turns == []
+    done = chat("one", "refused", "/system Be brief.", "/regen")
+    assert done.sent[-1] == ["one", "one", "refused"], "other changes leave the question open"
+
+
+def test_thoughts_without_an_answer_can_be_seen_until_something_else_happens(chat):
+    done = chat("one", "ponder this", "/show thinking")
+    assert "first this, then\nthat, so:\n" in done.err and "no text came; /regen asks again" in done.err
+    for after in ("two", "/undo"):
+        assert "the last answer came without thoughts" in chat("one", "ponder this", after, "/show thinking").err
+
+
+def test_that_the_engine_is_a_new_one_is_said(chat, monkeypatch):
+    ready = FakeBackend.ready
+
+    async def anew(self):
+        self.news = "the engine has died: signal SIGKILL; this is a new one"
+        return await ready(self)
+
+    monkeypatch.setattr(FakeBackend, "ready", anew)
+    assert "the engine has died: signal SIGKILL; this is a new one; tokens in 3 " in chat("one").err
+
+
+def test_files_that_are_none_or_hold_nonsense_are_refused(chat, tmp_path: Path):
+    fifo, deep, odd = tmp_path / "fifo", tmp_path / "deep.json", tmp_path / "odd.json"
+    os.mkfifo(fifo)
+    deep.write_text("[" * 200_000)
+    messages = [{"role": "user", "content": "hi"}]
+    odd.write_text(json.dumps({"messages": messages, "chat_template_kwargs": {"enable_thinking": "x"}}))
+    for command in ("/read", "/load", "/save"):
+        assert f"{fifo} is no ordinary file" in chat(f"{command} {fifo}").err
+    assert f"{deep} cannot be loaded: it is not JSON" in chat(f"/load {deep}").err
+    done = chat(f"/load {odd}", "/show")
+    assert "enable_thinking must be true or false, got 'x'" in done.err and done.session.faults == 1
 
 
 def test_tokens_and_their_alternatives_are_shown(chat):

@@ -71,6 +71,7 @@ def test_messages_alone_are_a_conversation_too():
     [
         (b"{", "it is not JSON"),
         (b"\xff", "it is not JSON"),
+        (b"[" * 200_000, "it is not JSON"),
         ([], "messages must be a list of at least one message"),
         (3, "must be a JSON object"),
         ([{"role": "assistant", "content": "hi"}], "message 0 is"),

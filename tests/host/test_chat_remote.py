@@ -16,10 +16,10 @@ from served import CONTEXT, MODEL, Served, served, write_model
 from server_process import ENVIRONMENT, MINISGL, free_port
 from terminal import Terminal
 
-from minisgl.chat.backend import ContextFull, End, take
+from minisgl.chat.backend import ContextFull
 from minisgl.chat.remote import Server
 from minisgl.config import SamplingParams
-from minisgl.openai.conversation import Score, Turn
+from minisgl.openai.conversation import End, Score, Turn
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TWENTY = SamplingParams(max_tokens=20)
@@ -48,7 +48,7 @@ async def answer(server: Server, sampling: SamplingParams = TWENTY, thinking: bo
     turn, end = Turn(question="Hello"), None
     async for part in server.answer(HELLO, sampling, thinking):
         assert end is None, "the end is last"
-        take(turn, part)
+        turn.add(part)
         end = part.end
     assert end is not None
     return turn, end
@@ -155,9 +155,12 @@ def test_a_server_that_is_not_there_ends_it_with_one_line():
 
 
 @asynccontextmanager
-async def answering(*events: object, status: int = 200, models: Any = ({"id": "m"},), done: bool = True):
-    """A server; what it was sent is in the list beside its URL."""
+async def answering(
+    *events: object, status: int = 200, models: Any = ({"id": "m"},), done: bool = True, stays: bool = False
+):
+    """A server; what it was sent is in the list beside its URL. One that `stays` leaves connections open."""
     got: list[tuple[Any, Any]] = []
+    over = asyncio.Event()
 
     async def chat(request: web.Request) -> web.StreamResponse:
         got.append((await request.json(), request.headers.get("Authorization")))
@@ -171,6 +174,8 @@ async def answering(*events: object, status: int = 200, models: Any = ({"id": "m
             for half in (data[: len(data) // 2], data[len(data) // 2 :]):
                 await response.write(half)
                 await asyncio.sleep(0)
+        if stays:
+            await over.wait()
         return response
 
     async def list_models(request: web.Request) -> web.Response:
@@ -185,6 +190,7 @@ async def answering(*events: object, status: int = 200, models: Any = ({"id": "m
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}", got
     finally:
+        over.set()
         await runner.cleanup()
 
 
@@ -204,6 +210,13 @@ async def test_thoughts_come_from_their_own_field_or_from_the_text():
             turn, end = await answer(await opened(url))
             assert (turn.thinking, turn.answer) == ("hm", "so")
             assert end == End("stop", 7, None, 3)
+
+
+@in_loop
+async def test_an_answer_is_over_when_the_server_says_so():
+    async with answering(delta(content="x"), STOP, stays=True) as (url, _):
+        turn, end = await answer(await opened(url))
+        assert (turn.answer, end.reason) == ("x", "stop")
 
 
 @in_loop
@@ -236,9 +249,14 @@ async def test_scores_are_read_as_the_api_has_them():
     [
         ((delta(content="half"),), {"done": False}, "the answer broke off"),
         ((delta(content="half"), {"error": {"message": "out of\nmemory"}}), {}, "out of memory"),
-        (("{not json",), {}, "that is not OpenAI's API"),
-        (("[1]",), {}, "that is not OpenAI's API"),
-        (('{"error": {"message": "no key: \\"x\\""}}',), {"status": 401}, '401: no key: \\\\"x'),
+        (("{not json",), {}, "not as OpenAI's API has it"),
+        (("[1]",), {}, "not as OpenAI's API has it"),
+        (("[" * 100_000,), {}, "not as OpenAI's API has it"),
+        ((delta(content="x"), {"usage": {"prompt_tokens": "7"}}), {}, "not as OpenAI's API has it"),
+        (({"choices": [{"delta": {}, "finish_reason": ["stop"]}]},), {}, "not as OpenAI's API has it"),
+        (({"choices": [{"logprobs": {"content": [{"token": "x", "logprob": None}]}}]},), {}, "not as OpenAI's API"),
+        (('{"error": {"message": "no key: \\"x\\""}}',), {"status": 401}, '401: no key: "x'),
+        (('{"error": {"message": "cut \\u12',), {"status": 400}, "400: cut "),
         (("<html>\nbad gateway</html>",), {"status": 502}, "502: <html> bad gateway"),
     ],
 )
@@ -262,7 +280,13 @@ async def test_what_other_servers_say_of_a_full_context_is_understood():
             await answer(backend)
 
 
-@pytest.mark.parametrize("models", [{"data": [{"name": "x"}]}, {"models": []}, [1], ()])
+@pytest.mark.parametrize(
+    "models",
+    [
+        *({"data": [{"name": "x"}]}, {"models": []}, [1], ()),
+        *(({"id": 3},), ({"id": None},), ({"id": "m", "max_model_len": "4096"},)),
+    ],
+)
 def test_a_list_of_models_that_is_none_is_refused(models):
     async def ask() -> None:
         async with answering(models=models) as (url, _):

@@ -8,9 +8,9 @@ import pyte
 import pytest
 from rich.console import Console
 
-from minisgl.chat.backend import Part
 from minisgl.chat.screen import LiveAnswer
 from minisgl.markdown import THEME, Markdown, last_block, lines, parse, parser, printable
+from minisgl.openai.conversation import Part
 
 TEXT = """\
 # A heading
@@ -119,6 +119,13 @@ def test_what_is_higher_than_the_screen_scrolls_away_whole():
     for wrapped in (text, f"```\n{text}\n```", re.sub("^", "* ", text, flags=re.MULTILINE)):
         seen = show(wrapped, 30, 8, random.Random(1))
         assert re.findall(r"line (\d+)", "\n".join(seen)) == [str(number) for number in range(70)]
+
+
+def test_a_block_that_shrinks_loses_nothing():
+    code = "\n".join(f"word{number}" for number in range(60))
+    for text in (f"Here: `{code}` and after\n\nthe end", f"`{code}`"):
+        seen = "".join(show(text, 40, 10, random.Random(3)))
+        assert [n for n in range(60) if f"word{n}" not in seen] == []
 
 
 def test_thoughts_leave_one_line():

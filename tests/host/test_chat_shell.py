@@ -187,6 +187,18 @@ def test_what_was_entered_is_there_in_the_next_session_and_only_for_its_user(cha
     leave(third)
 
 
+def test_a_history_that_cannot_be_kept_is_said_once(chat, tmp_path):
+    (tmp_path / "minisgl/chat_history").mkdir(parents=True)
+    terminal = chat(columns=200)
+    terminal.type("one\r")
+    terminal.wait_for("^one\ntokens")
+    terminal.type("\x1b[A")
+    terminal.wait_for("(?s)tokens.*^> one")
+    terminal.type("\x03")
+    leave(terminal)
+    assert terminal.text.count("What is entered is not kept: ") == 1 and "Traceback" not in terminal.text
+
+
 def test_tab_completes_commands_parameters_and_files(chat, tmp_path):
     (tmp_path / "a-file.txt").write_text("What the file says.")
     terminal = chat(columns=200)
@@ -216,6 +228,13 @@ def test_edit_brings_the_last_question_back_undo_its_answer_and_load_what_was_sa
     terminal.wait_for("^helo\ntokens")
     terminal.type("/edit\r")
     terminal.wait_for("^> helo")
+    terminal.settle()
+    terminal.type("\x03")  # given up: nothing has changed
+    terminal.settle()
+    terminal.type("/show\r")
+    terminal.wait_for("^turn 1 +helo")
+    terminal.type("/edit\r")
+    terminal.wait_for("(?s)turn 1.*^> helo")
     terminal.settle()
     terminal.type("\x7flo\r")
     terminal.wait_for("^hello\ntokens in 1 ")
@@ -347,6 +366,7 @@ def test_each_line_of_a_pipe_is_a_question_or_a_command():
     assert out == "first\nsecond\nand third\nsystem  Be brief.\nlast\n"
     assert "1 turn; the last one: first" in err
     assert piped("")[:2] == (0, "")
+    assert piped('"""\nab\n\ncd')[:2] == (0, "ab\n\ncd\n"), "quotes that nobody closes end with the lines"
 
 
 def test_markdown_in_a_pipe_stays_as_it_is():
@@ -358,6 +378,8 @@ def test_a_fault_in_a_pipe_is_an_exit_code():
     assert (code, out) == (1, "broken in\nnext\n")
     assert "Error: the engine has died: signal SIGKILL\n" in err
     assert piped("/nonsense\n")[0] == 1
+    code, out, err = piped("unforeseen\nnext\n")
+    assert (code, out) == (1, "next\n") and "Error: 'a fault of ours'" in err and "Traceback" not in err
     assert piped("hi\n", mode="absent")[::2] == (1, "loading fake …\nError: fake is not here\n")
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -17,6 +18,7 @@ from minisgl.bench import nvml
 from minisgl.bench.record import GpuSample
 from minisgl.chat.local import OwnEngine
 from minisgl.config import EngineConfig, SamplingParams
+from minisgl.openai.conversation import Turn
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}{% endfor %}<s>assistant\n"
@@ -75,13 +77,17 @@ def test_a_session_on_an_engine(folder: Path, tmp_path: Path):
         terminal.wait_for("^Error: the engine has died: signal SIGKILL$")
         terminal.wait_for("the conversation is kept, and /regen asks again")
         terminal.type("/set max_tokens 5\r/regen\r")
-        terminal.wait_for(r"tokens in \d+ \(cached 0\), out 5")
+        terminal.wait_for(r"^the engine has died: signal SIGKILL; this is a new one; tokens in \d+ \(cached 0\), out 5")
         second = engine_of(terminal)
         assert second != first
         kill(second, signal.SIGKILL)  # while nothing is asked
         wait_for(lambda: not is_alive(second), "its end")
+        terminal.type("/tokens\r")
+        terminal.wait_for("^the engine has died: signal SIGKILL; starting a new one …")
+        terminal.wait_for("(?s)starting a new one.*^/logprobs N shows")
         terminal.type("And now?\r")
-        terminal.wait_for(r"(?s)And now\?.*\(cached 0\), out 5")
+        terminal.wait_for(r"(?s)And now\?.*\(cached \d+\), out 5")
+        assert "loading" not in terminal.settle().splitlines()[-1]
         third = engine_of(terminal)
         terminal.type("\x04")
         assert terminal.wait_for_the_end() == 0
@@ -99,13 +105,13 @@ def piped(text: str, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_a_pipe_gets_the_answer_and_a_full_context_its_numbers(folder: Path):
-    lines = f"Hi\n{'word ' * 20}\n/drop 1\n/think\n/clear\nHm\n/show thinking\n"
+    lines = f"Hi\n{'word ' * 5}\n/drop 1\n/think\n/clear\nHm\n/show thinking\n"
     code, out, err = piped(lines, str(folder), *ARGUMENTS, "--max-model-len", "64", "--max-tokens", "20")
     assert code == 1 and "\x1b" not in out + err
     assert re.search(r"tokens in 19 \(cached 0\), out 20, TTFT \d+ ms, [\d.]+ tok/s; cut at max_tokens", err)
     assert re.search(r"Error: the prompt has \d+ tokens; the context holds 64", err)
     assert "the context is full: /drop 1 makes room, /clear begins anew" in err
-    assert err.count("TTFT") == 2 and "cut at max_tokens" in err.splitlines()[-2], "all was thought"
+    assert err.count("TTFT") == 3 and "cut at max_tokens" in err.splitlines()[-2], "all was thought"
 
 
 def test_a_model_without_a_chat_template_is_refused_with_a_way_out(folder: Path, tmp_path: Path):
@@ -115,6 +121,40 @@ def test_a_model_without_a_chat_template_is_refused_with_a_way_out(folder: Path,
     code, out, err = piped("Hi\n", str(tmp_path), *ARGUMENTS)
     assert (code, out) == (1, "")
     assert "Error: the model has no chat template" in err and "Traceback" not in err
+
+
+def test_a_model_that_cannot_be_taken_leaves_the_old_one(folder: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    copy, bare = shutil.copytree(folder, tmp_path / "copy"), shutil.copytree(folder, tmp_path / "bare")
+    (bare / "chat_template.jinja").unlink()
+
+    async def talk() -> None:
+        plain = EngineConfig(model=str(folder), device="cpu", dtype="float32", num_pages=400)
+        engine = OwnEngine(plain, lambda *_: None)
+
+        async def ask() -> Turn:
+            turn, sampling = Turn(question="Hi", model=engine.name), SamplingParams(max_tokens=3, ignore_eos=True)
+            async for part in engine.answer([{"role": "user", "content": "Hi"}], sampling, None):
+                turn.add(part)
+            return turn
+
+        try:
+            await engine.ready()
+            turn, client = await ask(), engine._client
+            with pytest.raises(ValueError, match="typo"):
+                await engine.use(str(tmp_path / "typo"))
+            assert engine._client is client and len(await engine.score(turn)) == 3, "it is still the same engine"
+            with pytest.raises(ValueError, match="no chat template"):
+                await engine.use(str(bare))
+            assert len((await ask()).token_ids) == 3 and engine.name == turn.model
+            await engine.use(str(copy))
+            assert (await engine.facts())["model"] == str(copy)
+            with pytest.raises(ValueError, match="not made by this engine"):
+                await engine.score(turn)
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(talk(), 60))
 
 
 class Gpus:
