@@ -147,7 +147,7 @@ def build_engine(
             report(what, done, total)
 
     try:
-        with crew.at_work():
+        with crew.at_work(together=True):
             built = build_rank(config, folder, model_config, ranks, watch)
     except BaseException:
         crew.close()

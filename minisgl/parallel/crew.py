@@ -152,9 +152,10 @@ class _Watch:
         """Look after the other ranks until the first ends; then end them all."""
         while not self.failed.is_set() and not self.ended.wait(_LOOK_S):
             with self.lock:
-                if (lost := next(self._lost(), None)) is not None:
+                lost = None if self.ended.is_set() else next(self._lost(), None)  # lines close while this waits
+                if lost is not None:
                     if lost.rank == 0 and self.ended.wait(_TELL_S):
-                        return  # it was done, and so are we
+                        return  # rank 0 was done, and so are we
                     self.fail(lost.how_it_ended())
                 elif (deadline_s := self.deadline_s) is not None and time.monotonic() > deadline_s:
                     stopped = [other.name for other in self.others if other.is_stopped]
@@ -261,7 +262,7 @@ class Crew:
                 raise ChildProcessError(watch.failure) from error
             if together:
                 code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-                watch.fail(f"rank 0 has left a step in the middle: {type(error).__name__} {error}".rstrip(), code)
+                watch.fail(f"this rank has failed: {type(error).__name__} {error}".rstrip(), code)
             raise
         finally:
             watch.deadline_s, watch.at_work = None, False
@@ -279,7 +280,7 @@ class Crew:
         return self._watch.on_device and self._watch.failure is not None
 
     def keep(self, kept: object) -> None:
-        """Should a rank end, keep something till the end of this process: to free it would be to wait for the GPU."""
+        """Where a rank has failed, keep something till this process ends: to free it would be to wait for the GPU."""
         self._watch.kept = kept
 
     def receive(self, listener: socket.socket) -> None:

@@ -4,6 +4,7 @@ A batch is some kilobytes, and the device is at work on the one before it: a soc
 another, is fast enough.
 """
 
+import gc
 import socket
 import time
 from typing import Protocol
@@ -55,6 +56,7 @@ class Leader:
         self._crew.close()
         if self._runner is not None and not self._crew.device_waits:
             self._runner = None
+            gc.collect()  # there may be a cycle that has graphs in it
             self._ranks.end()
         return not self._crew.device_waits
 

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -29,11 +29,9 @@ def lead(place: Place, config: EngineConfig, task: Task) -> tuple[Ranks, Crew]:
         store.set(_LEADER, str(listener.getsockname()[1]))
         crew = _crew(place, config, task, [Other(rank) for rank in range(place.local_size, place.size)])
         try:
-            with crew.at_work():
+            with crew.at_work(together=True):
                 crew.receive(listener)
-                ranks = make_ranks(place, config, store, place.host)
-                crew.keep(ranks)
-                return ranks, crew
+                return make_ranks(place, config, store, place.host, crew.keep), crew
         except BaseException:
             crew.close()
             raise
@@ -47,9 +45,9 @@ def join(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
     store, _ = open_store(place)
     with closing(socket.create_connection((place.host, int(store.get(_LEADER))))) as line:
         crew = _crew(place, config, task, [Other(0, line=line)])
-        with crew.at_work():
+        with crew.at_work(together=True):
             line.sendall(place.rank.to_bytes(4, "little"))
-            yield make_ranks(place, config, store, line.getsockname()[0]), line
+            yield make_ranks(place, config, store, line.getsockname()[0], crew.keep), line
         crew.close()
 
 
@@ -70,10 +68,13 @@ def _crew(place: Place, config: EngineConfig, task: Task, coming: list[Other]) -
     return Crew([*(Other(each.rank) for each in places), *coming], start, on_device=config.device == "cuda")
 
 
-def make_ranks(place: Place, config: EngineConfig, store: Store, address: str) -> Ranks:
+def make_ranks(
+    place: Place, config: EngineConfig, store: Store, address: str, keep: Callable[[object], None] = lambda _: None
+) -> Ranks:
     """All ranks as a process group: NCCL on GPUs, gloo, over this host's `address`, on CPUs.
 
-    It is no part of torch's own list of groups, which has room for one set of ranks in a process.
+    It is no part of torch's own list of groups, which has room for one set of ranks in a process. `keep` is given what
+    must not be freed where something fails, before it is used.
     """
     group = ProcessGroup(store, place.rank, place.size)
     device, kinds = torch.device(config.device), ProcessGroup.BackendType
@@ -93,6 +94,7 @@ def make_ranks(place: Place, config: EngineConfig, store: Store, address: str) -
     group._set_default_backend(kind)
     group._register_backend(device, kind, backend)
     ranks = Ranks(place.rank, place.size, group)
+    keep(ranks)
     if config.device == "cpu" or not place.one_host:
         return ranks
     return replace(ranks, sum_small=linked_sum(ranks, store, getattr(torch, config.dtype)))

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -209,10 +210,10 @@ def main() -> None:
         leave(1)
     try:
         work(task)
-    except ValueError as error:
-        print(error, file=sys.stderr)
+    except BaseException as error:
+        traceback.print_exception(error)
         leave(1)
-    leave(0)  # at once: what the device still holds goes with the process
+    leave(0)  # at once: what the device still holds goes with the process, and to free it might be to wait for it
 
 
 if __name__ == "__main__":
