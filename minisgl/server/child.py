@@ -105,15 +105,25 @@ def send(process: asyncio.subprocess.Process, line: msgspec.Struct) -> None:
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """Ask a child to end, and kill it if it takes too long."""
+    """Ask a child to end, and kill it if it takes too long, or if the wait for it is given up.
+
+    That it was given up is heeded when the child is gone, which takes a moment then: else its pipes stayed open.
+    """
     with contextlib.suppress(ProcessLookupError):  # it has ended
         process.terminate()
+    gone, given_up = asyncio.ensure_future(process.wait()), None
+    patience_s: float | None = END_S
+    while not gone.done():
         try:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), END_S)
-        finally:  # also where the wait for it is given up
-            process.kill()
-    await process.wait()
+            await asyncio.wait({gone}, timeout=patience_s)
+        except asyncio.CancelledError as error:
+            given_up = error
+        if not gone.done():
+            patience_s = None
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    if given_up is not None:
+        raise given_up
 
 
 async def reports(process: asyncio.subprocess.Process) -> AsyncIterator[Report]:
