@@ -196,18 +196,26 @@ class _Watch:
             self.failed.set()
 
     def end(self, patience_s: float) -> None:
-        """Close the lines, and kill who has not ended by then."""
+        """Close the lines, and kill who has not ended by then; who cannot be killed closes his side when he is done.
+
+        Until then he may still be in his part of the last step, which the end of ours would break.
+        """
         for other in self.others:
             if other.line is not None:
                 with suppress(OSError):
-                    other.line.shutdown(socket.SHUT_RDWR)
+                    other.line.shutdown(socket.SHUT_WR)
         until_s = time.monotonic() + patience_s
         for other in self.others:
+            left_s = max(0.0, until_s - time.monotonic())
             if other.process is not None:
                 with suppress(subprocess.TimeoutExpired):
-                    other.process.wait(max(0.0, until_s - time.monotonic()))
+                    other.process.wait(left_s)
                 other.process.kill()
                 other.process.wait()
+            elif other.line is not None:
+                with suppress(OSError):
+                    other.line.settimeout(left_s)
+                    other.line.recv(1)
 
 
 class Crew:
@@ -233,9 +241,8 @@ class Crew:
             finally:
                 begun.set()
             watch.run()
-            for other in watch.others:
-                if other.process is not None:
-                    other.process.wait()
+            for process in filter(None, [other.process for other in watch.others]):
+                process.wait()
 
         threading.Thread(target=work, args=(self._watch,), name="ranks", daemon=True).start()
         begun.wait()
@@ -269,10 +276,8 @@ class Crew:
 
     def check(self) -> None:
         """ChildProcessError if a rank has ended."""
-        if self._watch.failure is not None:
-            raise ChildProcessError(self._watch.failure)
-        if self._watch.ended.is_set():
-            raise ChildProcessError("the ranks have been ended")
+        if self._watch.failure is not None or self._watch.ended.is_set():
+            raise ChildProcessError(self._watch.failure or "the ranks have been ended")
 
     @property
     def device_waits(self) -> bool:

@@ -54,16 +54,14 @@ def join(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
 def open_store(place: Place) -> tuple[Store, int]:
     """The store where all meet, and its port."""
     if place.torchrun:
-        store, _, _ = next(iter(rendezvous("env://", place.rank, place.size)))
-        return store, place.port
+        return next(iter(rendezvous("env://", place.rank, place.size)))[0], place.port
     store = TCPStore(place.host, place.port, None, place.rank == 0, wait_for_workers=False)
     return store, store.port
 
 
 def _crew(place: Place, config: EngineConfig, task: Task, coming: list[Other]) -> Crew:
     """The ranks that this process starts, and those that it has a line to."""
-    local = range(1, place.local_size)
-    places = [replace(place, rank=place.rank + i, local_rank=i, local_size=1) for i in local]
+    places = [replace(place, rank=place.rank + i, local_rank=i, local_size=1) for i in range(1, place.local_size)]
     start = [msgspec.structs.replace(task, place=each) for each in places]
     return Crew([*(Other(each.rank) for each in places), *coming], start, on_device=config.device == "cuda")
 
