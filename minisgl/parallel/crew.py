@@ -129,9 +129,9 @@ class Other:
         """The end of what it has said."""
         if self.words is None:
             return ""
-        number = self.words.fileno()  # whose position is the rank's own to move
-        end = os.fstat(number).st_size
-        return os.pread(number, _LAST_WORDS_BYTES, max(0, end - _LAST_WORDS_BYTES)).decode(errors="replace").strip()
+        # Not by seek and read: the file's position is where the rank goes on.
+        start = max(0, os.fstat(self.words.fileno()).st_size - _LAST_WORDS_BYTES)
+        return os.pread(self.words.fileno(), _LAST_WORDS_BYTES, start).decode(errors="replace").strip()
 
 
 @dataclass(eq=False)
@@ -316,6 +316,7 @@ def _close(watch: _Watch) -> None:
     watch.ended.set()
     with watch.lock:
         watch.end(_END_S)
+        watch.kept = None  # else the thread would hold it into Python's own end, which torch's threads do not survive
         for other in watch.others:
             for file in (other.line, other.words):
                 if file is not None:
