@@ -316,7 +316,8 @@ def _close(watch: _Watch) -> None:
     watch.ended.set()
     with watch.lock:
         watch.end(_END_S)
-        watch.kept = None  # else the thread would hold it into Python's own end, which torch's threads do not survive
+        # Else the thread holds it into Python's own end, which torch's threads do not survive; `keep` says when to.
+        watch.kept = watch.kept if watch.on_device and watch.failure else None
         for other in watch.others:
             for file in (other.line, other.words):
                 if file is not None:
