@@ -1,7 +1,7 @@
 """`minisgl serve`: answer over HTTP, by OpenAI's protocol."""
 
 import asyncio
-import dataclasses
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -10,6 +10,7 @@ from rich.console import Console
 from minisgl.config import EngineConfig
 from minisgl.server.config import ServerConfig
 
+from .options import with_model
 from .run import start
 from .terminal import LogConfig, progress, say, start_logging
 
@@ -28,11 +29,9 @@ def serve(
     """
     from minisgl.server.supervisor import Supervisor
 
-    if name is not None and set(context.params["model"] or ()) - {name}:
-        raise typer.BadParameter("give the model once, as an argument or as --model", param_hint="MODEL")
-    config = dataclasses.replace(config, model=config.model if name is None else name)
-    level = start_logging(console := Console(stderr=True), logs, unset="info")
+    config, console = with_model(config, name, context), Console(stderr=True)
+    level = start_logging(console, logs, unset="info")
     if config.node_rank > 0:
         start(config, console)  # works for the server of the first host, and ends this process with it
-    serving = Supervisor(config, server, level).run(progress(console), lambda line: say(console, line))
-    raise typer.Exit(asyncio.run(serving))
+    supervisor = Supervisor(config, server, level)
+    raise typer.Exit(asyncio.run(supervisor.run(progress(console), partial(say, console))))

@@ -4,6 +4,7 @@ Content is text, or the reasoning before it, or calls of tools, or tokens that t
 names the role has none.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -54,6 +55,30 @@ class Chunk(Struct):
     error: Any = None
 
 
+class Events:
+    """The server-sent events of an answer, as its bytes come in."""
+
+    def __init__(self) -> None:
+        self.over = False
+        """Whether the one that is the last by its name has come."""
+        self._rest = b""
+
+    def take(self, data: bytes) -> Iterator[bytes]:
+        """What the events hold that these bytes complete, but for the last."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for payload in (line[5:].strip() for line in lines if line.startswith(b"data:")):
+            if payload == b"[DONE]":
+                self.over = True
+            else:
+                yield payload
+
+
+def check(error: Any) -> None:
+    """Raises ServerFault for what an event has as its error, if it has one."""
+    if error:
+        raise ServerFault(str(error.get("message") if isinstance(error, dict) else error))
+
+
 class Answer:
     """One answer as its bytes come in: it fills a record, whose `completion_tokens` grow where the server tells."""
 
@@ -61,20 +86,15 @@ class Answer:
         self.record = record
         self.token_ids: list[int] = []
         self.text = ""
-        self._rest, self._over = b"", False
+        self._events = Events()
 
     def take(self, data: bytes, now_s: float) -> None:
         """What came at that moment. Raises ServerFault for an error of the server's or what is no event."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for payload in (line[5:].strip() for line in lines if line.startswith(b"data:")):
-            if payload == b"[DONE]":
-                self._over = True
-            else:
-                self._note(understood(payload, Chunk, "an event"), now_s)
+        for payload in self._events.take(data):
+            self._note(understood(payload, Chunk, "an event"), now_s)
 
     def _note(self, chunk: Chunk, now_s: float) -> None:
-        if error := chunk.error:
-            raise ServerFault(str(error.get("message") if isinstance(error, dict) else error))
+        check(chunk.error)
         tokens = None if chunk.usage is None else self._count(chunk.usage)
         has_content = False
         for choice in chunk.choices or ():
@@ -100,7 +120,7 @@ class Answer:
 
     def end(self) -> None:
         """Nothing more comes. Raises ServerFault if that was not all, or is nothing."""
-        if not self._over and self.record.finish_reason is None:
+        if not self._events.over and self.record.finish_reason is None:
             raise ServerFault("the answer broke off, or was no stream of events")
         if not self.record.events:
             raise ServerFault("the answer has no content")

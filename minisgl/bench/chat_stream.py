@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from minisgl.bench.answer import Choice, ServerFault, Usage, understood
+from minisgl.bench.answer import Choice, Events, ServerFault, Usage, check, understood
 from minisgl.bench.client import HttpServer
 
 TOO_LONG = ("context_length_exceeded", "maximum context length")
@@ -58,17 +58,15 @@ async def chunks(stream: AsyncIterator[bytes]) -> AsyncIterator[Chunk]:
 
     Raises ServerFault for an error of the server's, for what is no event, and where the last one is missing.
     """
-    rest, ended = b"", False
+    events, ended = Events(), False
     async for data in stream:
-        *lines, rest = (rest + data).split(b"\n")
-        for payload in (line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")):
-            if payload == b"[DONE]":
-                return
+        for payload in events.take(data):
             chunk = understood(payload, Chunk, "an event")
-            if error := chunk.error:
-                raise ServerFault(str(error.get("message") if isinstance(error, dict) else error))
+            check(chunk.error)
             ended = ended or any(choice.finish_reason for choice in chunk.choices or ())
             yield chunk
+        if events.over:
+            return
     if not ended:
         raise ServerFault("the answer broke off")
 

@@ -3,12 +3,9 @@
 As a module to be run, it is the process of a rank that another has started.
 """
 
-import ctypes
 import faulthandler
 import gc
 import logging
-import os
-import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -23,6 +20,7 @@ import torch
 from minisgl.attention.base import KVCache, Shape
 from minisgl.attention.choose import attention, named
 from minisgl.config import EngineConfig
+from minisgl.host import end_with
 from minisgl.model.decoder import Decoder
 from minisgl.model.weights import dummy_weights, load_weights
 from minisgl.parallel.crew import Place, Task, leave
@@ -40,7 +38,6 @@ from minisgl.source.model_config import ModelConfig, read_model_config
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 GRAPH_BYTES = 8 << 20
 """What a CUDA graph takes beside the memory that all share: its launches' arguments."""
 
@@ -205,9 +202,7 @@ def main() -> None:
     """The process of a rank: it ends with the one that has started it."""
     faulthandler.enable()
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != task.owner:  # it ended before the kernel knew
-        leave(1)
+    end_with(task.owner)
     try:
         work(task)
     except BaseException as error:

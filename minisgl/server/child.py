@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -15,9 +14,9 @@ from typing import TypeVar
 
 import msgspec
 
+from minisgl.host import end_with
 from minisgl.server.messages import Control, Report
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LONGEST_LINE = 1 << 20
 _LONGEST_FOLDER = 90  # a Unix socket's path holds 107 bytes
 END_S = 2.0
@@ -35,10 +34,7 @@ class Owner:
 
     def __init__(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        owner = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != owner:  # it ended before the kernel knew
-            os._exit(1)
+        end_with(os.getppid())
         self._reports = os.fdopen(os.dup(1), "wb", buffering=0)
         os.dup2(2, 1)
         # Unbuffered: a thread that waits inside a buffer of Python's own would hold its lock at exit, which aborts.

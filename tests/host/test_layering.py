@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "markdown": set(),
     "server": {
         *("minisgl", "openai", "generation", "results", "scheduler", "request", "batch", "tokenizer", "source"),
-        "config",
+        *("host", "config"),
     },
     "server.worker": {"build", "engine", "server", "generation", "scheduler", "request", "batch", "source", "config"},
     "openai": {"llm", "generation", "results", "config"},
