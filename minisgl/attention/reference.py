@@ -1,6 +1,6 @@
 """Attention in plain torch: the oracle that kernels are tested against, and what runs on a CPU."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,8 @@ from minisgl.attention.base import KVCache, Phase, PhaseName, Shape, Step
 _GATHERED_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}  # keys, or values, copied out of the pages at a time
 _QUERY_BLOCK = 256  # queries that share a causal mask
 _SHORT = 128  # rows up to this length share a group, whatever the ratio of their lengths
+_ROOM = 32  # steps for which copies are kept
+_KEPT_SHARE = 0.25  # of the KV cache's size, which they may take beside it
 
 
 def supports(shape: Shape, phase: PhaseName) -> str | None:
@@ -25,7 +27,8 @@ def supports(shape: Shape, phase: PhaseName) -> str | None:
 def phases(kv: KVCache, shape: Shape, scale: float) -> tuple[Phase, Phase]:
     """Prefill and decode; `scale` multiplies the scores."""
     del shape
-    return ReferencePrefill(kv, scale), ReferenceDecode(kv, scale)
+    decode = ReferenceDecode(kv, scale)
+    return ReferencePrefill(kv, scale, decode.forget), decode
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +36,34 @@ class _Group:
     """Decode rows of similar length, attended to together."""
 
     rows: Tensor | slice  # N rows of the batch and thereby query tokens: indices [N] int64, or all of a range
-    entries: Tensor | slice  # [N * L] int64, cache entries of each row, padded to the longest with its own first one
+    entries: Tensor  # [N * L] int64, cache entries of each row, padded to the longest with its own first one
     mask: Tensor | None  # [N, 1, 1, L], 0 or -inf at padding; None where there is no padding
-    run: list[tuple[Tensor, Tensor]] | None  # of entries that are a slice, each layer's keys and values [N, K, L, D]
+    kept: "_Kept | None"
+
+
+class _Kept:
+    """A group's keys and values of all layers, copied out of the pages once: from then on they grow as the rows do.
+
+    To copy takes as long as to attend, and step after step it would be the same but for the new tokens.
+    """
+
+    def __init__(self, memory: Tensor, entries: Tensor, kv_len: Tensor, new: Tensor) -> None:
+        """From the cache's memory [layer, 2, entry, K, D], for rows [N, L] of which `new` [N] are not there yet."""
+        rows, length = entries.shape
+        self._memory, self._copies = memory, memory.index_select(2, entries.flatten())
+        views = self._copies.unflatten(2, (rows, length)).transpose(3, 4).flatten(0, 1).unbind()  # [N, K, L, D] each
+        self._layers = list(zip(views[::2], views[1::2], strict=True))
+        self._new, self._at = new, torch.arange(rows) * length + kv_len - 1
+
+    def grow(self, new: Tensor, mask: Tensor) -> None:
+        """Each row gets a token, whose cache entry is in `new` [N], and which `mask` has hidden."""
+        self._new, self._at = new, self._at + 1
+        mask.view(-1).index_fill_(0, self._at, 0)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, K, L, D], once the cache has the new tokens'."""
+        self._copies[layer].index_copy_(1, self._at, self._memory[layer].index_select(1, self._new))
+        return self._layers[layer]
 
 
 class ReferenceDecode:
@@ -52,14 +80,32 @@ class ReferenceDecode:
         self._kv, self._scale = kv, scale
         self._groups: list[_Group] = []
         self._gather = _Gather(kv)
+        self._lengths: dict[int, int] = {}  # the rows of the step before: slot → tokens with KV
+        self._room = 0  # steps for which what is kept of the groups has room
 
     def plan(self, step: Step) -> None:
         """Work out once a step which cache entries each row reads."""
         if step.static:
-            self._groups = list(self._static_groups(step))
-        else:
-            self._groups = list(self._plan_groups(step))
-            self._gather.reserve(group.entries for group in self._groups)
+            self._groups, self._lengths, self._room = list(self._static_groups(step)), {}, 0
+            return
+        rows = slice(step.batch.num_decode)
+        before = {slot: length + 1 for slot, length in self._lengths.items()}
+        self._lengths = dict(zip(step.batch.slots[rows].tolist(), step.batch.kv_len[rows].tolist(), strict=True))
+        if self._room and self._lengths == before:
+            self._room -= 1
+            for group in self._groups:
+                assert group.kept is not None and group.mask is not None, "all groups are kept, or none"
+                group.kept.grow(step.entries[rows][group.rows], group.mask)
+            return
+        self._room = self._room_for(step) if self._lengths == before else 0
+        self._groups = []  # what they keep is let go of before there is more of it
+        self._groups = list(self._plan_groups(step))
+        self._gather.reserve(group.entries for group in self._groups if group.kept is None)
+
+    def forget(self, slots: NDArray[np.int32]) -> None:
+        """These slots prefill: whoever decodes in them next is not who did before."""
+        if not self._lengths.keys().isdisjoint(slots.tolist()):
+            self._lengths = {}
 
     def forward(self, layer: int, q: Tensor, out: Tensor | None) -> Tensor:
         """[t, H, D] to [t, H, D], one query token a row."""
@@ -84,7 +130,16 @@ class ReferenceDecode:
             longest = int(kv_len[group[0]])
             in_order = bool((np.diff(group) == 1).all())
             rows = slice(int(group[0]), int(group[-1]) + 1) if in_order else torch.from_numpy(group).to(device)
-            yield self._group(step, rows, longest, padded=int(kv_len[group[-1]]) < longest)
+            padded = self._room > 0 or int(kv_len[group[-1]]) < longest
+            yield self._group(step, rows, longest + self._room, padded)
+
+    def _room_for(self, step: Step) -> int:
+        """For how many steps to keep copies of rows that have come twice: 0 where they would take too much memory."""
+        longest = max(self._lengths.values())
+        too_large = len(self._lengths) * (longest + _ROOM) > _KEPT_SHARE * self._kv.memory[0, 0].flatten(0, 1).shape[0]
+        if too_large or step.entries.is_cuda:
+            return 0
+        return min(_ROOM, step.tables.shape[1] * self._kv.page_size - longest)
 
     def _static_groups(self, step: Step) -> Iterator[_Group]:
         """The same for any lengths: every row as long as a row can be."""
@@ -102,19 +157,16 @@ class ReferenceDecode:
             entries = torch.where(padding, entries[:, :1], entries)
             mask = torch.zeros_like(padding, dtype=self._kv.memory.dtype).masked_fill_(padding, -torch.inf)
             mask = mask[:, None, None]
-        found = _run(entries.flatten())
-        return _Group(rows, found, mask, self._views(found, len(entries)) if isinstance(found, slice) else None)
-
-    def _views(self, entries: slice, rows: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of all layers where they lie: views made together take less time than layer by layer."""
-        views = self._kv.memory.flatten(2, 3)[:, :, entries].unflatten(2, (rows, -1)).transpose(3, 4)
-        flat = views.flatten(0, 1).unbind()  # keys, then values of each layer
-        return list(zip(flat[::2], flat[1::2], strict=True))
+        kept = None
+        if self._room:
+            new = step.entries[: step.batch.num_decode][rows]
+            kept = _Kept(self._kv.memory.flatten(2, 3), entries, step.kv_len[rows].long(), new)
+        return _Group(rows, entries.flatten(), mask, kept)
 
     def _attend(self, group: _Group, layer: int, q: Tensor) -> Tensor:
         """[N, H, D] to [N, H, D]. The H / K query heads of a key head are its queries."""
-        if group.run is not None:
-            k, v = group.run[layer]  # [N, K, L, D]
+        if group.kept is not None:
+            k, v = group.kept.read(layer)  # [N, K, L, D]
         else:
             gathered = self._gather.read(layer, group.entries)
             k, v = (x.view(len(q), -1, *x.shape[1:]).transpose(1, 2) for x in gathered)
@@ -137,14 +189,15 @@ class ReferencePrefill:
 
     plans_on_host = True
 
-    def __init__(self, kv: KVCache, scale: float) -> None:
-        """`scale` multiplies the scores."""
-        self._kv, self._scale = kv, scale
+    def __init__(self, kv: KVCache, scale: float, forget: Callable[[NDArray[np.int32]], None]) -> None:
+        """`scale` multiplies the scores; `forget` is told the slots that prefill."""
+        self._kv, self._scale, self._forget = kv, scale, forget
         self._rows: list[_Row] = []
         self._gather = _Gather(kv)
 
     def plan(self, step: Step) -> None:
         """Work out once a step which cache entries each row reads."""
+        self._forget(step.batch.slots[step.batch.num_decode :])
         self._rows = list(self._plan_rows(step))
         self._gather.reserve(row.entries for row in self._rows)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import KVCache, PagedAttention, Shape, Step
-from minisgl.attention.reference import ReferenceDecode, ReferencePrefill, group_by_length, supports
+from minisgl.attention.reference import group_by_length, phases, supports
 
 MakeStep = Callable[..., tuple[Step, Tensor]]
 Row = tuple[int, int, int]  # slot, first token, end of the tokens computed in this step
@@ -35,15 +36,15 @@ class Requests:
         dtype: torch.dtype = torch.float32,
         scale: float | None = None,
         device: str = "cpu",
+        spare_pages: int = 3,
     ) -> None:
         self.make_step, self.device, self.static = make_step, torch.device(device), False
         self.scale = head_size**-0.5 if scale is None else scale
         pages = [-(-length // page_size) for length in lengths]
-        num_pages = sum(pages) + 3
+        num_pages = sum(pages) + spare_pages
         shape = Shape(page_size, num_kv_heads * group, num_kv_heads, head_size, dtype, None)
         self.kv = KVCache(shape, NUM_LAYERS, num_pages, self.device)
-        phases = ReferencePrefill(self.kv, self.scale), ReferenceDecode(self.kv, self.scale)
-        self.backend = PagedAttention(self.kv, *phases)
+        self.backend = PagedAttention(self.kv, *phases(self.kv, shape, self.scale))
         self.kv.memory.fill_(torch.nan)
         generator = torch.Generator().manual_seed(0)
         shuffled = torch.randperm(num_pages, generator=generator).int()
@@ -158,6 +159,29 @@ def test_many_decode_rows_of_very_different_lengths_are_each_exact(make_step: Ma
     requests = Requests(make_step, lengths, page_size=16, num_kv_heads=1)
     requests.run([(slot, 0, length - 1) for slot, length in enumerate(lengths) if length > 1])
     requests.check([(slot, length - 1, length) for slot, length in enumerate(lengths)], num_decode=len(lengths))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("spare_pages", [100, 1000])  # copies of few rows are kept, or of all
+def test_rows_that_go_on_are_exact_whoever_comes_goes_and_pauses_beside_them(
+    make_step: MakeStep, spare_pages: int, seed: int
+) -> None:
+    random = Random(seed)
+    requests = Requests(make_step, [90] * 5, num_kv_heads=1, head_size=8, spare_pages=spare_pages)
+    lengths = [0] * 5  # tokens with KV; 0: nobody is in the slot
+    for step in range(110):
+        old = [slot for slot in range(5) if 0 < lengths[slot] < 90 and random.random() < 0.98]
+        rows = [(slot, lengths[slot], lengths[slot] + 1) for slot in old]
+        if not rows or random.random() < 0.04:
+            slot = random.randrange(5)
+            rows = [row for row in rows if row[0] != slot and step % 2]  # some steps have nothing but prompts
+            for each in (requests.q, requests.k, requests.v):  # of somebody else, in the same pages
+                each[slot] = torch.randn(each[slot].shape, generator=torch.Generator().manual_seed(step))
+            rows.append((slot, 0, lengths[slot] if 0 < lengths[slot] < 90 else random.randrange(1, 60)))
+        is_prompt = [start == 0 for _, start, _ in rows]
+        requests.check(rows, num_decode=is_prompt.count(False))
+        for slot, _, stop in rows:
+            lengths[slot] = stop
 
 
 def test_nan_left_in_a_page_by_another_request_does_not_spread(make_step: MakeStep) -> None:
