@@ -24,18 +24,20 @@ Part = tuple[int, int, Callable[[Tensor], Tensor]]
 
 
 def sample(
-    logits: Tensor, slots: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor, part: Part | None = None
-) -> Tensor:
+    logits: Tensor, slots: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor, part: Part | None = None,
+    last: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """One token for each row of logits [S, V] of any float dtype, -inf at tokens that are out: int64 [S].
 
     `slots` and `positions` are int32 or int64 [S]; `temperature` float32 and `seed` int64 go by slot. A row of
     temperature 0 gets the largest, the lowest id of equals; one that holds a NaN or whose largest is not finite, -1.
-    Where the vocabulary is parted, the logits are those of this `part`, and the tokens of all.
+    Where the vocabulary is parted, the logits are those of this `part`, and the tokens of all. In `last`, int64, each
+    slot's place gets its token, or 0 for -1.
     """
     first, widest, gather = part or (0, 0, _alone)
     tiles = -(-logits.shape[1] // TILE) if part is None else widest // TILE + 2
     find, choose = (find_fused, choose_fused) if logits.is_cuda else (find_reference, choose_reference)
-    return choose(gather(find(logits, slots, temperature, seed, positions, first, tiles)), slots, temperature)
+    return choose(gather(find(logits, slots, temperature, seed, positions, first, tiles)), slots, temperature, last)
 
 
 def _alone(found: Tensor) -> Tensor:
@@ -58,14 +60,17 @@ def find_reference(
     return torch.stack([largest, score, (best + first).float()])[..., None]
 
 
-def choose_reference(found: Tensor, slots: Tensor, temperature: Tensor) -> Tensor:
+def choose_reference(found: Tensor, slots: Tensor, temperature: Tensor, last: Tensor | None = None) -> Tensor:
     """`choose_fused` in torch."""
     largest, score, ids = found.permute(1, 2, 0, 3).flatten(2)  # [S, parts * tiles] each
     best, heat = largest.amax(dim=-1, keepdim=True), temperature[slots, None]
     score = torch.where(heat > 0, (largest - best) / heat + score, largest)
     score = score.masked_fill(largest == -torch.inf, -torch.inf)
     token = ids.masked_fill(score < score.amax(dim=-1, keepdim=True), torch.inf).amin(dim=-1)
-    return torch.where(best[:, 0].isfinite(), token, -1).long()
+    token = torch.where(best[:, 0].isfinite(), token, -1).long()
+    if last is not None:
+        last[slots] = token.clamp(min=0)
+    return token
 
 
 def find_fused(
@@ -85,12 +90,12 @@ def find_fused(
     return found
 
 
-def choose_fused(found: Tensor, slots: Tensor, temperature: Tensor) -> Tensor:
-    """The best of the candidates [parts, 3, S, tiles] of each row: int64 [S]."""
+def choose_fused(found: Tensor, slots: Tensor, temperature: Tensor, last: Tensor | None = None) -> Tensor:
+    """The best of the candidates [parts, 3, S, tiles] of each row: int64 [S]; also to its slot's place in `last`."""
     parts, _, rows, tiles = found.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=found.device)
     _winners_kernel[(rows,)](
-        found, slots, temperature, tokens, parts, tiles,
+        found, slots, temperature, tokens, last, parts, tiles,
         power_of_two(parts * tiles),  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
     return tokens
@@ -211,10 +216,11 @@ if triton is not None:
         return tl.load(source + at, mask=inside, other=-float("inf")).to(tl.float32)
 
     @triton.jit
-    def _winners_kernel(found, slots, temperatures, tokens, parts, tiles, BLOCK: tl.constexpr):
+    def _winners_kernel(found, slots, temperatures, tokens, last, parts, tiles, BLOCK: tl.constexpr):
         """The best of a row's candidates."""
         row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-        temperature = tl.load(temperatures + tl.load(slots + row))
+        slot = tl.load(slots + row)
+        temperature = tl.load(temperatures + slot)
         index = tl.arange(0, BLOCK)
         exists = index < parts * tiles
         at = found + (index // tiles * 3 * rows + row) * tiles + index % tiles
@@ -227,7 +233,10 @@ if triton is not None:
         score = tl.where(largest > -float("inf"), score, -float("inf"))
         token = tl.load(at + 2 * rows * tiles, mask=exists, other=0).to(tl.int32)
         token = tl.min(tl.where(score == tl.max(score, axis=0), token, 2147483647), axis=0)
-        tl.store(tokens + row, tl.where(tl.abs(best) < float("inf"), token, -1).to(tl.int64))
+        is_number = tl.abs(best) < float("inf")
+        tl.store(tokens + row, tl.where(is_number, token, -1).to(tl.int64))
+        if last is not None:
+            tl.store(last + slot, tl.where(is_number, token, 0).to(tl.int64))
 
     @triton.jit
     def _philox(key, counter0, counter1):

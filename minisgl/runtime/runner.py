@@ -57,7 +57,8 @@ class ModelRunner:
         self._pieces = ForwardPieces(self._model, self._attention, max(tokens))
         self._pieces.capture(tokens, lambda done, _: tell(done))
         tables = self._page_table, self._last_token
-        self._graphs = DecodeGraphs(self._model, self._attention, self._staging, *tables, max(rows))
+        draw = self._sampler.draw if len(self._model.vocabulary.parts) == 1 else None
+        self._graphs = DecodeGraphs(self._model, self._attention, self._staging, *tables, draw, max(rows))
         self._graphs.capture(rows, lambda done, _: tell(len(tokens) + done))
 
     @torch.inference_mode()
@@ -77,7 +78,8 @@ class ModelRunner:
         size = self._graphs.size_for(batch.num_decode) if self._graphs and only_decodes else None
         if self._graphs is None or size is None:
             return self._launch_any(batch)
-        return self._sample(batch, *self._graphs.replay(batch, size), [])
+        logits, slots, lengths, drawn = self._graphs.replay(batch, size)
+        return self._sample(batch, logits, slots, lengths, [], drawn)
 
     def _launch_any(self, batch: Batch) -> Pending:
         sent = self._staging.send(_host_arrays(batch))
@@ -103,12 +105,19 @@ class ModelRunner:
         return self._sample(batch, logits, sent["slots"][rows], kv_len[rows], prompts)
 
     def _sample(
-        self, batch: Batch, logits: Tensor, slots: Tensor, lengths: Tensor, prompts: list[tuple[int, int, Scores]]
-    ) -> Pending:
-        """Draw from logits [S, v] of the rows that sample; `slots` and `lengths` are theirs on the device, int32."""
+        self, batch: Batch, logits: Tensor, slots: Tensor, lengths: Tensor, prompts: list[tuple[int, int, Scores]],
+        drawn: Tensor | None = None,
+    ) -> Pending:  # fmt: skip
+        """Draw from logits [S, v] of the rows that sample; `slots` and `lengths` are theirs on the device, int32.
+
+        `drawn` has been already, as requests have it that want nothing else; for others that is done once more.
+        """
         rows = batch.slots[batch.samples]
-        tokens = self._sampler.sample(logits, rows, batch.kv_len[batch.samples], slots, lengths)  # [S]
-        self._last_token[slots.long()] = tokens.clamp(min=0)
+        if drawn is not None and self._sampler.only_draws(rows):
+            tokens = drawn
+        else:
+            kv_len = batch.kv_len[batch.samples]
+            tokens = self._sampler.sample(logits, rows, kv_len, slots, lengths, self._last_token)  # [S]
         reports = np.flatnonzero(self._logprobs[rows] >= 0).astype(np.int32)
         scores = None
         if reports.size:

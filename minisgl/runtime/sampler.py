@@ -44,11 +44,12 @@ class Sampler:
         self._part = None
         if len(vocabulary.parts) > 1:
             self._part = vocabulary.mine.start, vocabulary.widest, vocabulary.ranks.gather
-        self._temperature = torch.zeros(num_slots, device=device)
+        # One more than there are slots: for what fills a CUDA graph's batch up.
+        self._temperature = torch.zeros(num_slots + 1, device=device)
         self._top_k = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._top_p = torch.ones(num_slots, device=device)
         self._min_p = torch.zeros(num_slots, device=device)
-        self._seed = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._seed = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._penalties = torch.zeros(num_slots, 3, device=device)  # presence, frequency, repetition
         self._filters = np.zeros(num_slots, dtype=np.bool_)
         self._has_edits = np.zeros(num_slots, dtype=np.bool_)
@@ -85,11 +86,21 @@ class Sampler:
         assert self._history is not None
         return self._history[slot, start:stop].long()
 
-    def sample(self, logits: Tensor, rows: Int32, lengths: Int32, slots: Tensor, positions: Tensor) -> Tensor:
+    def only_draws(self, rows: Int32) -> bool:
+        """Whether `draw` is all that these slots want."""
+        return not (self._filters[rows] | self._has_edits[rows] | self._keeps_history[rows]).any()
+
+    def draw(self, logits: Tensor, slots: Tensor, positions: Tensor, last: Tensor) -> Tensor:
+        """`sample` where that is so, on the device alone: a CUDA graph can hold it, unless ranks have parts."""
+        return sample(logits, slots, self._temperature, self._seed, positions, self._part, last)
+
+    def sample(
+        self, logits: Tensor, rows: Int32, lengths: Int32, slots: Tensor, positions: Tensor, last: Tensor
+    ) -> Tensor:
         """One token for each row of `logits` [S, v], of the slots `rows`, whose requests have `lengths` tokens.
 
         `slots` and `positions` are the same two on the device, int32. Returns int64 [S], the same on all ranks; -1
-        where logits are not numbers.
+        where logits are not numbers. `last` [slots], int64, gets them by slot, with 0 for -1.
         """
         mine = self._vocabulary.mine
         special = np.flatnonzero(self._filters[rows] | self._has_edits[rows])
@@ -99,7 +110,7 @@ class Sampler:
             scores = self._filter(self._edit(scores, rows[special], lengths[special]), rows[special], slots[at])
             logits = logits.to(torch.float32, copy=True)
             logits[at] = scores[:, mine.start : mine.start + logits.shape[1]]
-        tokens = sample(logits, slots, self._temperature, self._seed, positions, self._part)
+        tokens = self.draw(logits, slots, positions, last)
         if self._history is not None and (kept := np.flatnonzero(self._keeps_history[rows])).size:
             at = self._send(kept)
             # A row's last token at the context's end has no place, and no successor: it may spoil the one before.

@@ -68,12 +68,18 @@ class Staging:
         Each begins at a multiple of `ALIGNED`, since Triton compiles a kernel anew for a pointer that is less aligned.
         """
         starts = np.cumsum([0, *(-(-len(a) // ALIGNED) * ALIGNED for a in arrays.values())]).tolist()
-        packed = torch.from_numpy(np.zeros(starts[-1], np.int32))
-        for start, array in zip(starts, arrays.values(), strict=False):
-            packed.numpy()[start : start + len(array)] = array
-        if self._device.type == "cuda":
-            packed = self._pinned(packed, into)
-        placed = zip(arrays.items(), starts, strict=False)
+        size = starts.pop()
+        buffer, sent = self._next(size)
+        on_host = buffer.numpy()
+        for start, array in zip(starts, arrays.values(), strict=True):
+            on_host[start : start + len(array)] = array
+        packed = buffer
+        if sent is not None:
+            packed = torch.empty(size, dtype=torch.int32, device=self._device) if into is None else into[:size]
+            packed.copy_(buffer[:size], non_blocking=True)
+            sent.record()
+            self._buffers.append((buffer, sent))
+        placed = zip(arrays.items(), starts, strict=True)
         return {name: packed[start : start + len(array)] for (name, array), start in placed}
 
     def receive(
@@ -99,15 +105,13 @@ class Staging:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def _pinned(self, packed: Tensor, into: Tensor | None) -> Tensor:
+    def _next(self, size: int) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Memory for so many int32 numbers that nothing reads any more, and what is to say when it is read again."""
+        if self._device.type != "cuda":
+            return torch.empty(size, dtype=torch.int32), None
         buffer, sent = self._buffers.popleft() if len(self._buffers) > 2 else (None, torch.cuda.Event())
         if buffer is not None:
             sent.synchronize()
-        if buffer is None or len(buffer) < len(packed):
-            buffer = torch.empty(2 * len(packed), dtype=packed.dtype, pin_memory=True)
-        buffer[: len(packed)] = packed
-        on_device = torch.empty_like(packed, device=self._device) if into is None else into[: len(packed)]
-        on_device.copy_(buffer[: len(packed)], non_blocking=True)
-        sent.record()
-        self._buffers.append((buffer, sent))
-        return on_device
+        if buffer is None or len(buffer) < size:
+            buffer = torch.empty(2 * size, dtype=torch.int32, pin_memory=True)
+        return buffer, sent

@@ -40,9 +40,11 @@ def sampler(*rows, prompt=(0,), output=(), bad_words=(), stop_ids=(), context=64
 def sample(made, logits, slots=None, positions=None):
     slots = np.arange(len(logits), dtype=np.int32) if slots is None else np.array(slots, dtype=np.int32)
     at = np.arange(1, len(logits) + 1) if positions is None else np.array(positions)
-    return made.sample(
-        logits, slots, at.astype(np.int32), torch.from_numpy(slots).long(), torch.from_numpy(at)
-    ).tolist()
+    last = torch.full((int(slots.max()) + 1,), 7)
+    tokens = made.sample(logits, slots, at.astype(np.int32), torch.from_numpy(slots).long(), torch.from_numpy(at), last)
+    if len(set(slots.tolist())) == len(slots):
+        assert last[slots].tolist() == tokens.clamp(min=0).tolist()
+    return tokens.tolist()
 
 
 def greedy(made, logits, length):
