@@ -14,6 +14,7 @@ from .compare import compare
 from .doctor import doctor
 from .models import models
 from .options import command, unknown_variables
+from .profile import profile
 from .run import run
 from .serve import serve
 
@@ -21,10 +22,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,  # `main` reports errors
 )
-OF_OPTIONS = (run, serve, chat, bench)
+OF_OPTIONS = (run, serve, chat, bench, profile)
 """Commands whose options are fields of dataclasses."""
 for each in OF_OPTIONS:
-    command(app)(each)
+    command(app, each)
 app.command()(compare)
 app.command()(doctor)
 app.add_typer(models, name="models")

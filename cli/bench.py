@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from minisgl.bench.load import LoadConfig
 from minisgl.bench.output import OutputConfig
@@ -34,8 +33,7 @@ def bench(
     """
     from minisgl.bench import offline, online  # not before the options are known to be right: they bring numpy
 
-    console = Console(stderr=True)
-    start_logging(console, logs)
+    console = start_logging(logs)
     config = _beside_file(config, context.params["config"] or [])
     finish = partial(results.keep, table_console())
     if load.online:

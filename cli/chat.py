@@ -3,7 +3,6 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from minisgl.chat.config import ChatConfig
 from minisgl.config import EngineConfig, SamplingParams
@@ -27,5 +26,5 @@ def chat(
     """
     from minisgl.chat.shell import chat  # not before the options are known to be right
 
-    start_logging(Console(stderr=True), logs)
+    start_logging(logs)
     raise typer.Exit(chat(form, sampling, with_model(config, name, context)))

@@ -26,5 +26,4 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the repor
         for status, name, text in map(dataclasses.astuple, findings):
             console.print(f"[{COLORS[status]}]{status:<6}[/] {name:<18}", end=" ", highlight=False)
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-    if broken:
-        raise typer.Exit(1)
+    raise typer.Exit(broken)

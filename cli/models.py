@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -33,8 +32,7 @@ def show(
         return
     found = cached_models()
     if as_json:
-        fields = ("name", "kind", "size_bytes", "used_s")
-        print(json.dumps([{name: getattr(model, name) for name in fields} for model in found]))
+        print(json.dumps([{k: getattr(model, k) for k in ("name", "kind", "size_bytes", "used_s")} for model in found]))
         return
     if not found:
         print(f"no models in {cache_folder()} and Hugging Face's cache; `minisgl models pull smollm2` gets one")
@@ -54,9 +52,7 @@ def pull(
     """Get a model, so that it is there when it is needed."""
     from minisgl.source.hub import locate
 
-    console = Console(stderr=True)
-    start_logging(console, LogConfig())
-    with progress(console) as report:
+    with progress(start_logging(LogConfig())) as report:
         folder = locate(name, revision, report=report)
     print(folder.path)
 

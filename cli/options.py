@@ -103,34 +103,29 @@ class Option:
             return value
 
 
-def command(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Like `app.command()`, with every dataclass parameter spread into one option per field.
+def command(app: typer.Typer, function: Callable[..., None]) -> None:
+    """Like `app.command()(function)`, with every dataclass parameter spread into one option per field.
 
     A field is `Annotated[type, Doc(help)]`, with a `Flag` where its name does not say it all; the first line of the
     class docstring heads its help panel. Other parameters are Typer's own. `--config` is added.
     """
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    groups = _groups(function)
+    listed = [option for group in groups.values() for option in _options(group)]
+    options = {option.name: option for option in listed}
 
-    def register(function: Callable[..., None]) -> Callable[..., None]:
-        parameters = inspect.signature(function, eval_str=True).parameters.values()
-        groups = _groups(function)
-        listed = [option for group in groups.values() for option in _options(group)]
-        options = {option.name: option for option in listed}
+    def run(**given: Any) -> None:
+        settings = _from_file(given.pop("config"), options)
+        settings |= _from_environment(options, os.environ)
+        settings |= _from_flags(options, given)
+        given |= {name: _build(group, settings) for name, group in groups.items()}
+        function(**given)
 
-        def run(**given: Any) -> None:
-            settings = _from_file(given.pop("config"), options)
-            settings |= _from_environment(options, os.environ)
-            settings |= _from_flags(options, given)
-            given |= {name: _build(group, settings) for name, group in groups.items()}
-            function(**given)
-
-        run.__name__, run.__doc__ = function.__name__, function.__doc__
-        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters if p.name not in groups]
-        derived = [p for option in listed for p in _parameters(option)]  # Signature refuses a name that comes twice
-        run.__signature__ = inspect.Signature([*own, _CONFIG, *derived])  # type: ignore[attr-defined]
-        app.command()(run)
-        return function
-
-    return register
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters if p.name not in groups]
+    derived = [p for option in listed for p in _parameters(option)]  # Signature refuses a name that comes twice
+    run.__signature__ = inspect.Signature([*own, _CONFIG, *derived])  # type: ignore[attr-defined]
+    app.command()(run)
 
 
 def with_model(config: EngineConfig, name: str | None, context: typer.Context) -> EngineConfig:
@@ -186,9 +181,8 @@ def _word(value: Any) -> str:
 
 
 def _parameters(option: Option) -> Iterator[inspect.Parameter]:
-    metavar = "CHOICE" if option.choices else {int: "INTEGER", float: "NUMBER"}.get(option.kind, "TEXT")
-    if option.key is not None:
-        metavar = "JSON"
+    written = {int: "INTEGER", float: "NUMBER"}.get(option.kind, "TEXT")
+    metavar = "JSON" if option.key else "CHOICE" if option.choices else written
     for flag in (*option.valued, *option.constants):
         info = typer.Option(
             flag,
@@ -281,10 +275,9 @@ def _from_file(paths: Sequence[Path] | None, options: Mapping[str, Option]) -> d
         raise typer.BadParameter(f"one file only, not {len(paths)}", param_hint="--config")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint="--config") from error
-    except ValueError as error:  # not TOML, or not UTF-8
-        raise typer.BadParameter(f"{path} is not TOML: {error}", param_hint="--config") from error
+    except (OSError, ValueError) as error:  # the latter: not TOML, or not UTF-8
+        reason = getattr(error, "strerror", None) or f"it is not TOML: {error}"
+        raise typer.BadParameter(f"cannot read {path}: {reason}", param_hint="--config") from error
     settings = {}
     for key, value in _leaves(table, options):
         if key not in options:

@@ -70,18 +70,16 @@ def run(
     shown in order, and parted by an empty line. A file of requests is answered in whatever order they finish, and
     the same command again goes on where it was stopped.
     """
-    console = Console(stderr=True)
+    console = start_logging(logs)
     load = partial(start, config, console)
     if form.input is not None:
         if prompts:
             raise typer.BadParameter("input takes the place of prompts", param_hint="PROMPT")
-        start_logging(console, logs)
         target = None if form.output is None else Path(form.output)
         raise typer.Exit(0 if answer_file(Path(form.input), target, sampling, console, load) else 1)
     if form.output is not None:
         raise typer.BadParameter("output is for the results of --input; answers go to stdout", param_hint="--output")
     texts = _texts(prompts or [], form.lines)
-    start_logging(console, logs)
     with load() as llm:
         answer(llm, texts, form, sampling, console)
 
@@ -95,9 +93,8 @@ def _texts(words: Sequence[str], lines: bool) -> list[str]:
     prompts = [text for word in words or ["-"] for text in (_from_stdin(lines) if word == "-" else [word])]
     if not prompts:
         raise typer.BadParameter("stdin has no prompt", param_hint="PROMPT")
-    for number, prompt in enumerate(prompts, start=1):
-        if not prompt:
-            raise typer.BadParameter(f"prompt {number} is empty", param_hint="PROMPT")
+    if "" in prompts:
+        raise typer.BadParameter(f"prompt {prompts.index('') + 1} is empty", param_hint="PROMPT")
     return prompts
 
 
@@ -162,20 +159,16 @@ def _answer_all(
 
 def _encode(llm: "LLM", prompt: str, form: PromptConfig) -> Input:
     if llm.tokenizer is None:
-        return _token_ids(prompt, form)
+        if form.system is not None:
+            raise ValueError("system needs a tokenizer, which this model does not have")
+        try:
+            return [int(word) for word in prompt.split()]
+        except ValueError:
+            raise ValueError(f'this model has no tokenizer: give token ids, like "1 2 3", not {prompt!r}') from None
     if form.raw:
         return prompt
     system = [] if form.system is None else [{"role": "system", "content": form.system}]
     return llm.chat_prompt([*system, {"role": "user", "content": prompt}])
-
-
-def _token_ids(prompt: str, form: PromptConfig) -> list[int]:
-    if form.system is not None:
-        raise ValueError("system needs a tokenizer, which this model does not have")
-    try:
-        return [int(word) for word in prompt.split()]
-    except ValueError:
-        raise ValueError(f'this model has no tokenizer: a prompt is token ids, like "1 2 3", not {prompt!r}') from None
 
 
 def _stream(llm: "LLM", prompt: Input, sampling: SamplingParams) -> "RequestOutput":

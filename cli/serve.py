@@ -5,7 +5,6 @@ from functools import partial
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from minisgl.config import EngineConfig
 from minisgl.server.config import ServerConfig
@@ -29,9 +28,8 @@ def serve(
     """
     from minisgl.server.supervisor import Supervisor
 
-    config, console = with_model(config, name, context), Console(stderr=True)
-    level = start_logging(console, logs, unset="info")
+    config, console = with_model(config, name, context), start_logging(logs, unset="info")
     if config.node_rank > 0:
         start(config, console)  # works for the server of the first host, and ends this process with it
-    supervisor = Supervisor(config, server, level)
+    supervisor = Supervisor(config, server, logs.log_level or "info")
     raise typer.Exit(asyncio.run(supervisor.run(progress(console), partial(say, console))))

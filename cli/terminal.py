@@ -35,15 +35,15 @@ class LogConfig:
         check_types(self)
 
 
-def start_logging(console: Console, logs: LogConfig, unset: str = "warning") -> str:
-    """Show the logs of minisgl from `log_level` on, and what other libraries warn of; returns that level."""
-    level = logs.log_level or unset
+def start_logging(logs: LogConfig, unset: str = "warning") -> Console:
+    """Show the logs of minisgl from `log_level` on, and what other libraries warn of, on stderr's console."""
+    console = Console(stderr=True)
     handler, form = logging.StreamHandler(), "%(asctime)s %(levelname)s %(message)s"  # whole lines for a file
     if console.is_terminal:
         handler, form = RichHandler(console=console, show_path=False, omit_repeated_times=False), "%(message)s"
     logging.basicConfig(level=logging.WARNING, format=form, handlers=[handler])
-    logging.getLogger("minisgl").setLevel(level.upper())
-    return level
+    logging.getLogger("minisgl").setLevel((logs.log_level or unset).upper())
+    return console
 
 
 def say(console: Console, line: str) -> None:

@@ -26,17 +26,20 @@ def in_child(device: str, dtype: str) -> str:
 
 
 def ceilings(
-    name: str, device: str, dtype: str, say: Callable[[str], None], measure: Callable[[str, str], str] = in_child
+    name: str, device: str, dtype: str, say: Callable[[str], None] | None, measure: Callable[[str, str], str] = in_child
 ) -> Ceilings:
     """Of the device that calls itself `name`, for matrices of `dtype`; raises ValueError where it cannot be known.
 
-    A processor's are kept by the number of threads that torch takes. `say` is told before they are measured.
+    A processor's are kept by the number of threads that torch takes. `say` is told before they are measured; where it
+    is None they are not, for that takes memory and time of the device.
     """
     threads = os.environ.get("OMP_NUM_THREADS") or f"{cores():g}"
     model = f"{name} {threads} threads" if device == "cpu" else name
     file = cache_folder() / "ceilings" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', model)}-{dtype}.json"
 
     def make(folder: Path) -> Path:
+        if say is None:
+            raise ValueError(f"what {name} reaches in {dtype} is not known on this machine: minisgl bench measures it")
         say(f"measuring what {name} reaches in {dtype} at best; it is kept …")
         made = folder / file.name
         made.write_text(measure(device, dtype), encoding="utf-8")

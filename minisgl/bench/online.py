@@ -86,7 +86,7 @@ def measure(
             report = stack.enter_context(progress)
             report("starting a server" if load.url is None else "looking for the server", 0, None)
             url = load.url or stack.enter_context(own_server(config, load.frontends, say))
-            server = _Server(url, load)
+            server = OneAtATime(url, load.api_key if load.url else None, load.silence)
             run, asking = _describe(server, config, workload, load, sampling)
             gpus = open_gpus(run.engine["device"], run.devices) if run.engine else "the server is not ours"
             sampler = stack.enter_context(Sampler(gpus))
@@ -101,14 +101,14 @@ def measure(
             finish(run)
 
 
-class _Server:
-    """The server that is measured, from a program that does one thing at a time."""
+class OneAtATime:
+    """A server, from a program that does one thing at a time."""
 
-    def __init__(self, url: str, load: LoadConfig) -> None:
-        self._url, self._silence_s = url.rstrip("/").removesuffix("/v1"), load.silence
+    def __init__(self, url: str, api_key: str | None, silence_s: float | None) -> None:
+        self._url, self._silence_s = url.rstrip("/").removesuffix("/v1"), silence_s
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        if load.url and load.api_key:
-            self._headers["Authorization"] = f"Bearer {load.api_key}"
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def ask(self, route: str, body: Any = None) -> bytes:
         """The answer at a route, with a body by POST. Raises ServerFault."""
@@ -149,7 +149,7 @@ class _Server:
 
 
 def _describe(
-    server: _Server, config: EngineConfig, workload: WorkloadConfig, load: LoadConfig, sampling: SamplingParams
+    server: OneAtATime, config: EngineConfig, workload: WorkloadConfig, load: LoadConfig, sampling: SamplingParams
 ) -> tuple[Run, Asking]:
     """A run on this server, whose model is the one that is named, or the first that it has; and how to ask it."""
     engine = None if load.url else server.know(Info, "/server_info").engine
@@ -179,7 +179,7 @@ def _describe(
 class _Online:
     """A run as it goes on."""
 
-    server: _Server
+    server: OneAtATime
     asking: Asking
     run: Run
     workload: WorkloadConfig
@@ -261,7 +261,7 @@ class _Online:
         self.say("the server's prefix cache cannot be emptied: prompts that it has seen are found there")
 
 
-def _tokenizer(server: _Server, asking: Asking) -> Tokenize:
+def _tokenizer(server: OneAtATime, asking: Asking) -> Tokenize:
     """The server's own, asked once for each text; or words, where these are sent."""
     if asking.words is not None:
         return asking.words.tokenize

@@ -37,7 +37,7 @@ class OutputConfig:
     def __post_init__(self) -> None:
         check_types(self)
         for name in ("output", "plot", "html"):
-            if (given := getattr(self, name)) is not None and not _can_be_written(given):
+            if (given := getattr(self, name)) is not None and not can_be_written(given):
                 raise ValueError(f"{name} must be a file in a folder that is there and can be written, got {given!r}")
         if self.plot is not None:
             if Path(self.plot).suffix not in FORMATS:
@@ -62,7 +62,7 @@ class OutputConfig:
             raise ValueError(f"{len(bad)} of {len(requests)} requests failed, the first: {bad[0].error}")
 
 
-def _can_be_written(path: str) -> bool:
+def can_be_written(path: str) -> bool:
     """Whether there may be a file here; what is something else, like /dev/null, is not to be replaced by one."""
     real = os.path.realpath(path)
     is_free = not os.path.exists(real) or (os.path.isfile(real) and os.access(real, os.W_OK))

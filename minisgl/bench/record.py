@@ -142,10 +142,20 @@ class Run(Struct, kw_only=True):
 
 def write(run: Run, path: Path) -> None:
     """Write a run as JSON, whole or not at all."""
+    write_whole(path, msgspec.json.encode(run) + b"\n")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file; where that fails, which is a ValueError, what was there before is there still."""
     path = path.resolve()  # a link stays one
     beside = path.with_name(f".{path.name}.part")
-    beside.write_bytes(msgspec.json.encode(run) + b"\n")
-    beside.replace(path)
+    try:
+        beside.write_bytes(data)
+        beside.replace(path)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Run:

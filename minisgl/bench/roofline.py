@@ -74,19 +74,24 @@ class Roofline:
 
     def prefill(self, prompts: Sequence[tuple[int, int]]) -> Need:
         """Prompts given as (length, cached tokens), up to the first token of each answer."""
-        m = self.model
         tokens = sum(length - cached for length, cached in prompts)
-        pairs = sum(length * (length + 1) // 2 - cached * (cached + 1) // 2 for length, cached in prompts)
         linear = 2 * (self.body * tokens + self.head * len(prompts))
-        attention = 4 * m.num_layers * m.num_heads * m.head_size * pairs
-        return self._beside(linear + attention, self._weight_bytes)
+        return self._beside(linear + self._attention_flops(prompts), self._weight_bytes)
 
     def decode_step(self, requests: int, context_tokens: int) -> Need:
         """A step of so many requests whose contexts, the new tokens included, are that long in sum."""
+        return self.products(requests, requests) + self.attention((), context_tokens)
+
+    def products(self, tokens: int, drawn: int) -> Need:
+        """The body's matrices times so many tokens, and the head's times those from which a token is drawn."""
+        return self._beside(2 * (self.body * tokens + self.head * drawn), self._weight_bytes)
+
+    def attention(self, prompts: Sequence[tuple[int, int]], context_tokens: int) -> Need:
+        """Of prompts given as (length, cached tokens), and of rows that decode, whose contexts are that long in sum."""
         m = self.model
-        kv_bytes = 2 * m.num_layers * m.num_kv_heads * m.head_size * self._element_bytes * context_tokens
-        linear = self._beside(2 * (self.body + self.head) * requests, self._weight_bytes)
-        return linear + Need(bytes=kv_bytes, memory_s=kv_bytes / (self.ceilings.bytes_per_s * self.gpus))
+        read = context_tokens + sum(cached for _, cached in prompts)
+        kv_bytes = 2 * m.num_layers * m.num_kv_heads * m.head_size * self._element_bytes * read
+        return self._beside(self._attention_flops(prompts), kv_bytes)
 
     def decode(self, lengths: Iterable[tuple[int, int]]) -> Need:
         """Every token after the first, of requests given as (prompt length, answer length)."""
@@ -98,6 +103,10 @@ class Roofline:
                 prompt_tokens -= running.pop()[0]
             total += self.decode_step(len(running), prompt_tokens + step * len(running))
         return total
+
+    def _attention_flops(self, prompts: Sequence[tuple[int, int]]) -> int:
+        pairs = sum(length * (length + 1) // 2 - cached * (cached + 1) // 2 for length, cached in prompts)
+        return 4 * self.model.num_layers * self.model.num_heads * self.model.head_size * pairs
 
     @property
     def _element_bytes(self) -> int:

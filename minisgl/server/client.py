@@ -251,12 +251,19 @@ class EngineClient:
         """Drop every cached page that no running request holds; whether that was all of them."""
         return await self._ask("flush_cache")
 
-    async def _ask(self, what: Literal["stats", "metrics", "flush_cache"]) -> Any:
+    async def profile(self, steps: int) -> Any:
+        """Profile that many of the engine's next steps at most: True, or False if that is being done already.
+
+        With 0 steps that ends: the trace, as `minisgl.profiling` reads it, or None if none was begun.
+        """
+        return await self._ask("profile", steps)
+
+    async def _ask(self, what: Literal["stats", "metrics", "flush_cache", "profile"], steps: int = 0) -> Any:
         """Between two steps of the engine, so after a long one it takes as long."""
         self._check_alive()
         self._asked += 1
         answer = self._questions[self._asked] = self._loop.create_future()
-        self._send(messages.Ask(self._asked, what))
+        self._send(messages.Ask(self._asked, what, steps))
         return await answer
 
     # The engine's end

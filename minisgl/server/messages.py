@@ -99,7 +99,8 @@ class Ask(msgspec.Struct, tag=True):
     """A question, or something to be done, that is answered by an `Answer` with the same number."""
 
     number: int
-    what: Literal["stats", "metrics", "flush_cache"]
+    what: Literal["stats", "metrics", "flush_cache", "profile"]
+    steps: int = 0  # to profile, at most; 0: no more
 
 
 class Observation(msgspec.Struct, tag=True):

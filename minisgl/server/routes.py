@@ -102,6 +102,8 @@ class Service:
             web.get("/metrics", self._metrics),
             web.get("/server_info", self._server_info),
             web.post("/flush_cache", self._flush_cache),
+            web.post("/start_profile", self._start_profile),
+            web.post("/stop_profile", self._stop_profile),
             web.get("/openapi.json", self._openapi),
         ]
 
@@ -280,16 +282,14 @@ class Service:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         """The engine's metrics, in Prometheus' text format."""
-        async with asyncio.timeout(QUESTION_S):
-            text = await self.client.metrics()
+        text = await asyncio.wait_for(self.client.metrics(), QUESTION_S)
         return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _server_info(self, request: web.Request) -> web.Response:
         """How the server is configured, and what its engine does now."""
         client, facts = self.client, self._facts
         assert facts
-        async with asyncio.timeout(QUESTION_S):
-            stats = await client.stats()
+        stats = await asyncio.wait_for(client.stats(), QUESTION_S)
         server = dataclasses.asdict(self.config)
         server["api_key"] = bool(server["api_key"])
         return _json(
@@ -311,8 +311,22 @@ class Service:
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
         """Drop cached pages that no running request holds; whether those were all."""
-        async with asyncio.timeout(QUESTION_S):
-            return _json({"flushed": await self.client.flush_cache()})
+        return _json({"flushed": await asyncio.wait_for(self.client.flush_cache(), QUESTION_S)})
+
+    async def _start_profile(self, request: web.Request) -> web.Response:
+        """Profile the engine's next steps, up to `?steps=`, 100 unless it is given; they take longer."""
+        steps = request.query.get("steps", "100")
+        if not steps.isdecimal() or not 1 <= int(steps) <= 1000:
+            raise RequestError(f"steps must be from 1 to 1000, got {steps!r:.80}", param="steps")
+        if not await asyncio.wait_for(self.client.profile(int(steps)), QUESTION_S):
+            raise RequestError("the engine is being profiled already: POST /stop_profile ends that", status=409)
+        return _json({"steps": int(steps)})
+
+    async def _stop_profile(self, request: web.Request) -> web.Response:
+        """The trace of the steps since then, gzipped JSON that `minisgl profile --read` and Perfetto read."""
+        if (trace := await self.client.profile(0)) is None:
+            raise RequestError("no profile was begun: POST /start_profile", status=409)
+        return web.Response(body=trace, content_type="application/gzip")
 
     async def _openapi(self, request: web.Request) -> web.Response:
         """This description."""

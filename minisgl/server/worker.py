@@ -56,6 +56,7 @@ class Worker:
         self._requests: dict[int, Request] = {}  # by key, as long as their end was not reported
         # What came when the queue was full, and is tried again after a step.
         self._held: tuple[bytes, messages.Add] | None = None
+        self._recording: Any = None  # of a profile, as profiling.capture has it
         self._changed = False  # a request came or went since the last step
         self._metrics = Metrics(facts.model_name)
         self._log = LoadLog(self._metrics, engine.stats(), settings.log_interval_s)
@@ -107,13 +108,25 @@ class Worker:
             case messages.Observation():
                 self._metrics.observe(message)
             case messages.Ask():
-                self._send(client, messages.Answer(message.number, self._answer(message.what)))
+                self._send(client, messages.Answer(message.number, self._answer(message)))
 
-    def _answer(self, what: str) -> Any:
-        if what == "flush_cache":
+    def _answer(self, ask: messages.Ask) -> Any:
+        if ask.what == "flush_cache":
             return self._engine.flush_cache()
+        if ask.what == "profile":
+            return self._profile(ask.steps)
         stats = self._engine.stats()
-        return asdict(stats) if what == "stats" else self._metrics.text(stats)
+        return asdict(stats) if ask.what == "stats" else self._metrics.text(stats)
+
+    def _profile(self, steps: int) -> bytes | bool | None:
+        """See `EngineClient.profile`. What was recorded stays until it is asked for."""
+        from minisgl.profiling.capture import record  # which nobody pays for who does not profile
+
+        before, self._recording = self._recording, None
+        if not steps:
+            return before and before.trace()
+        self._recording = before or record(self._engine, self._facts, steps)
+        return before is None
 
     def _add(self, client: bytes, add: messages.Add) -> None:
         """Queue a prompt's requests. Each that cannot be gets its end at once; a full queue takes none of them.

@@ -73,7 +73,7 @@ class FakeEngine:
         self.decode = msgspec.msgpack.Decoder(ToEngine).decode
         self.waiting: deque[Running] = deque()
         self.running: dict[int, Running] = {}
-        self.steps = self.adds = self.flushes = self.finishes = 0
+        self.steps = self.adds = self.flushes = self.finishes = self.profiled = 0
 
     def send(self, client: bytes, message: Any) -> None:
         self.socket.send_multipart([client, msgspec.msgpack.encode(message)])
@@ -113,6 +113,10 @@ class FakeEngine:
                 self.send(client, Answer(message.number, asdict(self.stats())))
             case Ask(what="metrics"):
                 self.send(client, Answer(message.number, f"minisgl:steps_total {self.steps}\n"))
+            case Ask(what="profile"):
+                before, self.profiled = self.profiled, message.steps
+                answer = before == 0 if message.steps else (b"a trace" if before else None)
+                self.send(client, Answer(message.number, answer))
             case Ask(what="flush_cache"):
                 self.flushes += 1
                 self.send(client, Answer(message.number, not self.running))

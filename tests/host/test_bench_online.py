@@ -26,7 +26,6 @@ from cli.options import command
 from cli.terminal import LogConfig
 from minisgl.bench import online, record
 from minisgl.bench.asking import Asking, Said
-from minisgl.bench.load import LoadConfig
 from minisgl.bench.metrics import totals
 from minisgl.bench.own_server import own_server, serve_options, write_word_tokenizer
 from minisgl.bench.workload import Job
@@ -209,7 +208,7 @@ def test_a_signal_at_the_last_moment_is_not_lost():
 
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(SystemExit) as ended:
-        online._Server("http://127.0.0.1:9", LoadConfig(qps=1)).run(work)
+        online.OneAtATime("http://127.0.0.1:9", None, None).run(work)
     assert ended.value.code == 128 + signal.SIGTERM
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
@@ -344,7 +343,7 @@ def test_the_server_gets_the_engines_options(config: EngineConfig, tmp_path: Pat
         got.append(engine)
 
     (tmp_path / "serve.toml").write_text(serve_options(config), encoding="utf-8")
-    command(app)(serve)
+    command(app, serve)
     app(["--config", str(tmp_path / "serve.toml")], standalone_mode=False)
     assert got == [replace(config, cuda_graph_bs=None if config.cuda_graph_bs is None else list(config.cuda_graph_bs))]
 

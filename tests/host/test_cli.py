@@ -306,7 +306,7 @@ def test_without_a_tokenizer_prompts_and_answers_are_token_ids(capsys: pytest.Ca
 
 
 def test_without_a_tokenizer_text_is_refused():
-    with pytest.raises(ValueError, match=r"no tokenizer: a prompt is token ids.*'hello'"):
+    with pytest.raises(ValueError, match=r"no tokenizer: give token ids.*'hello'"):
         answers(FakeLLM("ids"), "hello")
     with pytest.raises(ValueError, match="system needs a tokenizer"):
         answers(FakeLLM("ids"), "1", system="Be brief.")
@@ -391,10 +391,9 @@ def test_a_variable_that_nothing_looks_at_is_warned_of_with_the_nearest(argument
 
 def test_the_log_level_holds_for_minisgl_and_spares_the_other_libraries():
     script = (
-        "import logging, sys\n"
-        "from rich.console import Console\n"
+        "import logging\n"
         "from cli.terminal import LogConfig, start_logging\n"
-        "start_logging(Console(stderr=True, width=200), LogConfig(log_level='info'))\n"
+        "start_logging(LogConfig(log_level='info'))\n"
         "logging.getLogger('minisgl.engine').info('ours')\n"
         "logging.getLogger('minisgl.engine').debug('too fine')\n"
         "logging.getLogger('httpx').info('theirs')\n"

@@ -46,7 +46,6 @@ def parse(*arguments: str) -> Parsed:
     called = []
     app = typer.Typer()
 
-    @command(app)
     def run(
         words: list[str],
         config: EngineConfig,
@@ -58,6 +57,7 @@ def parse(*arguments: str) -> Parsed:
         """Answer."""
         called.append(Parsed(words, config, sampling, form, server, logs))
 
+    command(app, run)
     app([*arguments, "word"], standalone_mode=False)
     return called[0]
 
@@ -447,10 +447,10 @@ class Stall:
 def test_a_dataclass_of_ones_own_becomes_options_in_the_same_way(monkeypatch: pytest.MonkeyPatch):
     app, called = typer.Typer(), []
 
-    @command(app)
     def buy(fruit: Fruit, count: int = 1) -> None:
         called.append((fruit, count))
 
+    command(app, buy)
     app(["--pear", "--mellow", "--grams", "1.5", "--grams", "2", "--count", "3"], standalone_mode=False)
     monkeypatch.setenv("FRUIT", "pear")
     app([], standalone_mode=False)
@@ -458,7 +458,7 @@ def test_a_dataclass_of_ones_own_becomes_options_in_the_same_way(monkeypatch: py
 
 
 def test_two_groups_of_one_command_may_not_share_a_name():
-    with pytest.raises(ValueError, match="ripe"):
+    def buy(fruit: Fruit, stall: Stall) -> None: ...
 
-        @command(typer.Typer())
-        def buy(fruit: Fruit, stall: Stall) -> None: ...
+    with pytest.raises(ValueError, match="ripe"):
+        command(typer.Typer(), buy)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_llm import FakeLLM
+from rich.console import Console
 
 from cli.app import app
 from minisgl.source.hub import ModelFolder
@@ -78,15 +79,15 @@ def test_the_real_parser_takes_a_documented_command(command: str, tmp_path: Path
     monkeypatch.setattr("cli.models.find_cached", lambda _: SimpleNamespace(size_bytes=1, remove=lambda: None))
     monkeypatch.setattr("cli.run.start", lambda *_: FakeLLM())
     monkeypatch.setattr("cli.serve.start", lambda *_: FakeLLM())
-    monkeypatch.setattr("cli.run.start_logging", lambda *_: None)
     monkeypatch.setattr("minisgl.bench.offline.measure", lambda *_: None)
     monkeypatch.setattr("minisgl.bench.online.measure", lambda *_: None)
     monkeypatch.setattr("minisgl.bench.compare.compare_files", lambda *_: False)
-    monkeypatch.setattr("cli.bench.start_logging", lambda *_: None)
+    monkeypatch.setattr("minisgl.profiling.profile.profile", lambda *_: None)
+    monkeypatch.setattr("minisgl.profiling.report.compare", lambda *_: False)
     monkeypatch.setattr("minisgl.chat.shell.chat", lambda *_: 0)
-    monkeypatch.setattr("cli.chat.start_logging", lambda *_: None)
+    for each in ("run", "profile", "bench", "chat", "serve"):
+        monkeypatch.setattr(f"cli.{each}.start_logging", lambda *_, **__: Console(stderr=True))
     monkeypatch.setattr("minisgl.server.supervisor.Supervisor.run", served)
-    monkeypatch.setattr("cli.serve.start_logging", lambda *_, **__: "info")
     assert app(shlex.split(command), standalone_mode=False) in (None, 0)
 
 

@@ -22,7 +22,7 @@ from minisgl.tokenizer.tokenizer import Tokenizer
 
 SERVED = (
     *("/health", "/health_generate", "/v1/models", "/v1/models/{name}"),
-    *("/metrics", "/server_info", "/flush_cache", "/openapi.json"),
+    *("/metrics", "/server_info", "/flush_cache", "/start_profile", "/stop_profile", "/openapi.json"),
 )
 HELLO = [{"role": "user", "content": "Hello"}]
 

@@ -25,7 +25,7 @@ from minisgl.server.messages import Control
 ROUTES = (
     *OWN,
     *("/health", "/health_generate", "/v1/models", "/v1/models/tiny", "/metrics", "/server_info"),
-    *("/flush_cache", "/openapi.json", "/nothing"),
+    *("/flush_cache", "/start_profile", "/stop_profile", "/openapi.json", "/nothing"),
 )
 PACED = ("--step-s", "0.005")
 ENDLESS = {"prompt": "Hello", "max_tokens": 4000}
