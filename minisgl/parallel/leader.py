@@ -7,12 +7,15 @@ another, is fast enough.
 import gc
 import socket
 import time
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from minisgl.batch import Batch, Outcome
 from minisgl.parallel.crew import Crew
 from minisgl.parallel.line import pack, receive
 from minisgl.parallel.ranks import Ranks
+
+T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -51,6 +54,12 @@ class Leader:
             self._crew.send(pack(batch))
             return Watched(self._runner.launch(batch), self._crew, self._step_timeout_s)
 
+    def together(self, order: str, work: Callable[[], T]) -> T:
+        """Something beside steps that all ranks do: the others by this order (see `follow`), and this one `work`."""
+        with self._crew.at_work(self._step_timeout_s, together=True):
+            self._crew.send(pack(order))
+            return work()
+
     def close(self) -> bool:
         """End the other ranks, and say whether the device can be asked for its memory; safe to call again."""
         self._crew.close()
@@ -76,7 +85,10 @@ class Watched:
             return self._pending.wait()
 
 
-def follow(runner: Runner, leader: socket.socket) -> None:
-    """Run what rank 0 sends, until it closes the line."""
-    while (batch := receive(leader)) is not None:
-        runner.launch(batch)
+def follow(runner: Runner, leader: socket.socket, obey: Callable[[str], object]) -> None:
+    """Run the batches that rank 0 sends, and `obey` its orders, until it closes the line."""
+    while (message := receive(leader)) is not None:
+        if isinstance(message, str):
+            obey(message)
+        else:
+            runner.launch(message)

@@ -1,4 +1,4 @@
-"""What rank 0 tells the others: batches, over a socket to each."""
+"""What rank 0 tells the others: batches, and now and then an order, over a socket to each."""
 
 import socket
 from dataclasses import fields, is_dataclass
@@ -12,22 +12,23 @@ from minisgl.batch import Batch, Joins
 _HEADER_BYTES = 8  # of a message: its length
 
 
-def receive(leader: socket.socket) -> Batch | None:
-    """The next batch; None when there are no more, because rank 0 has closed the line or has ended."""
+def receive(leader: socket.socket) -> Batch | str | None:
+    """The next batch or order; None when there are no more, because rank 0 has closed the line or has ended."""
     if (header := _read(leader, _HEADER_BYTES)) and (body := _read(leader, int.from_bytes(header, "little"))):
         return unpack(body)
     return None
 
 
-def pack(batch: Batch) -> bytes:
-    """A batch as a message."""
-    body = msgspec.msgpack.encode(_plain(batch))
+def pack(message: Batch | str) -> bytes:
+    """A batch, or an order, as a message."""
+    body = msgspec.msgpack.encode(_plain(message))
     return len(body).to_bytes(_HEADER_BYTES, "little") + body
 
 
-def unpack(body: bytes) -> Batch:
-    """A batch from a message without its header."""
-    return _built(Batch, msgspec.msgpack.decode(body))
+def unpack(body: bytes) -> Batch | str:
+    """A batch, or an order, from a message without its header."""
+    plain = msgspec.msgpack.decode(body)
+    return plain if isinstance(plain, str) else _built(Batch, plain)
 
 
 def _read(leader: socket.socket, size: int) -> bytes:

@@ -2,23 +2,31 @@
 
 The engine knows nothing of it: while it is captured, the methods of its objects that do a part of a step are shadowed
 by ones that open a range around them. Before and after there is nothing of that, so it costs nothing then.
+
+Ranges are of the host's clock, which is that of the profiler's times: its own take up to ten times as long, and it
+would note every operator of torch beside them, for which a small step on a GPU is too short.
 """
 
+import os
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import torch
-from torch._C._profiler import _RecordFunctionFast as record_function  # the public one takes ten times as long
 from torch.profiler import ProfilerActivity, profile
 
 from minisgl.batch import Batch
 from minisgl.config import EngineConfig
 from minisgl.engine import Engine, Result
+from minisgl.parallel.ranks import ALONE, Ranks
+from minisgl.profiling import trace
 from minisgl.profiling.facts import Facts, Step, engine_facts
 from minisgl.scheduler import Committed
 from minisgl.server.messages import EngineFacts
@@ -42,13 +50,26 @@ Range = Callable[[str], AbstractContextManager[Any]]
 """Opens a range of that name in what is captured."""
 
 
+class HostRange:
+    """A range that adds its name, and when it began and ended, in ns, to those found."""
+
+    def __init__(self, found: list[tuple[str, int, int]], name: str) -> None:
+        self._found, self._name = found, name
+
+    def __enter__(self) -> None:
+        self._began = time.time_ns()
+
+    def __exit__(self, *_: object) -> None:
+        self._found.append((self._name, self._began, time.time_ns()))
+
+
 class Ranges:
     """The ranges and the facts of an engine's steps, until it is closed."""
 
     def __init__(self, engine: Engine, open_range: Range, most: int, enough: Callable[[], object]) -> None:
         """`enough` is called at the end of the step that is the last of `most`."""
-        self.steps: list[Step] = []
-        """What was launched."""
+        self._batches: list[Batch] = []  # that were launched
+        self._in_graphs: dict[int, int] = {}  # number of a step → the tokens of its CUDA graphs
         self._open, self._most, self._enough = open_range, most, enough
         self._number = 0  # of the step that is being made
         self._shadows = ExitStack()
@@ -61,9 +82,10 @@ class Ranges:
         self._shadow(objects["_graphs"], "replay", self._fill)
         self._shadow(objects["_pieces"], "_fill", self._fill)
 
-    def close(self) -> None:
-        """Leave the engine as it was; safe to call again."""
+    def close(self) -> list[Step]:
+        """Leave the engine as it was; safe to call again. Returns what was launched."""
         self._shadows.close()
+        return [_step(batch, self._in_graphs.get(number, 0)) for number, batch in enumerate(self._batches)]
 
     def _shadow(self, owner: Any, name: str, stand_in: Callable[..., Any]) -> None:
         """Let `stand_in`, which gets the method and its arguments, be called in a method's place."""
@@ -77,27 +99,37 @@ class Ranges:
             return method(*args, **options)
 
     def _step(self, method: Callable[[], Committed]) -> Committed:
-        self._number = len(self.steps)
+        self._number = len(self._batches)
         committed = self._ranged("step", method)
-        if len(self.steps) >= self._most:
+        if len(self._batches) >= self._most:
             self._enough()
         return committed
 
     def _launch(self, method: Callable[[Batch], Result], batch: Batch) -> Result:
-        rows, after = batch.num_decode, batch.kv_len.tolist()
-        prompts = list(zip(after, (batch.kv_len - batch.q_len).tolist(), strict=True))[rows:]
-        tokens, samples = int(batch.q_len.sum()), int(batch.samples.sum())
-        step = Step(tokens=tokens, decode_rows=rows, decode_context=sum(after[:rows]), prompts=prompts, samples=samples)
-        self.steps.append(step)
-        with self._open(f"minisgl.launch#{self._number} {step.phase} of {len(after)} rows, {tokens} tokens"):
+        self._number = len(self._batches)  # where nobody calls `step`: in a rank that follows
+        self._batches.append(batch)
+        prompts = len(batch.slots) - batch.num_decode
+        with self._open(f"minisgl.launch#{self._number} {batch.num_decode} rows decode, {prompts} prefill"):
             result = method(batch)
         vars(result)["wait"] = partial(self._ranged, "wait", result.wait)
         return result
 
     def _fill(self, method: Callable[[Any, int], Any], rows: Any, size: int) -> Any:
         """CUDA graphs of a size are used."""
-        self.steps[-1].graph_tokens = size
+        self._in_graphs[self._number] = size
         return method(rows, size)
+
+
+def _step(batch: Batch, graph_tokens: int) -> Step:
+    rows, after = batch.num_decode, batch.kv_len.tolist()
+    return Step(
+        tokens=int(batch.q_len.sum()),
+        decode_rows=rows,
+        decode_context=sum(after[:rows]),
+        prompts=list(zip(after, (batch.kv_len - batch.q_len).tolist(), strict=True))[rows:],
+        samples=int(batch.samples.sum()),
+        graph_tokens=graph_tokens,
+    )
 
 
 def record(engine: Engine, facts: EngineFacts, most: int) -> "Recording":
@@ -106,34 +138,86 @@ def record(engine: Engine, facts: EngineFacts, most: int) -> "Recording":
 
 
 class Recording:
-    """A trace of an engine's next steps, which ends by itself after `most` of them."""
+    """A trace of an engine's next steps on all its ranks, which ends by itself after `most` of them."""
 
-    def __init__(self, engine: Engine, facts: Facts, most: int) -> None:
-        self._facts, self._on_cuda, self._over = facts, facts.engine.device == "cuda", False
-        on_cuda = [ProfilerActivity.CUDA] if self._on_cuda else []
-        self._profile = profile(activities=[ProfilerActivity.CPU, *on_cuda])
-        self._profile.start()
-        self._ranges = Ranges(engine, record_function, most, self.stop)
+    def __init__(self, engine: Engine, facts: Facts, most: int, ops: bool = False) -> None:
+        """With `ops`, operators of torch are noted on a GPU's host, too."""
+        self._facts, self._over = facts, False
+        self._ranks: Ranks = getattr(engine.runner, "_ranks", ALONE)
+        self._together = getattr(engine.runner, "together", lambda order, work: work())
+        self._mine = RankRecording(engine.runner, self._ranks, facts.engine.device)
+        start = START_WITH_OPS if ops else START
+        self._together(start, partial(self._mine.start, start))
+        self._ranges = Ranges(engine, self._mine.open_range, most, self.stop)
 
     def stop(self) -> None:
         """End it now; safe to call again."""
         if self._over:
             return
         self._over = True
-        self._ranges.close()
-        if self._on_cuda:
-            torch.cuda.synchronize()
-        facts = msgspec.structs.replace(self._facts, steps=self._ranges.steps)
-        self._profile.add_metadata_json("minisgl", msgspec.json.encode(facts).decode())
-        self._profile.stop()
+        facts = msgspec.structs.replace(self._facts, steps=self._ranges.close())
+        self._together("stop", partial(self._mine.stop, msgspec.json.encode(facts).decode()))
 
     def trace(self) -> bytes:
         """The trace, as gzipped JSON, once; ends the recording."""
         self.stop()
+        traces = self._together("trace", self._mine.gathered)
+        return traces[0] if len(traces) == 1 else trace.packed(trace.merge([trace.read(each, "it") for each in traces]))
+
+
+START, START_WITH_OPS = "start", "start with operators"
+"""What ranks are told."""
+
+
+class RankRecording:
+    """One rank's part of a recording: what the profiler sees there."""
+
+    def __init__(self, runner: Any, ranks: Ranks, device: str) -> None:
+        self._runner, self._ranks, self._device = runner, ranks, device
+        self._profile: profile | None = None
+        self._found: list[tuple[str, int, int]] = []
+        self.open_range = partial(HostRange, self._found)
+        """Opens a range of a name in what this thread does."""
+
+    def obey(self, order: str) -> None:
+        """Do what the first rank does at the same time, and with the ranges that this one has."""
+        if order in (START, START_WITH_OPS):
+            self.start(order)
+            engine: Any = SimpleNamespace(runner=self._runner, step=None)
+            self._ranges = Ranges(engine, self.open_range, 0, int)
+        elif order == "stop":
+            self._ranges.close()
+            self.stop("null")
+        else:
+            self.gathered()
+
+    def start(self, order: str) -> None:
+        """Let the profiler see what this process does."""
+        self._found.clear()
+        on_cpu = self._device != "cuda" or order == START_WITH_OPS
+        activities = [*[ProfilerActivity.CPU][:on_cpu], *[ProfilerActivity.CUDA][: self._device == "cuda"]]
+        self._profile = profile(activities=activities, acc_events=True)  # else it warns of the cycles that it has not
+        self._profile.start()
+
+    def stop(self, facts: str) -> None:
+        """No longer."""
+        assert self._profile is not None
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        self._profile.add_metadata_json("minisgl", facts)
+        self._profile.stop()
+
+    def gathered(self) -> list[bytes]:
+        """The traces of all ranks, in their order, as gzipped JSON; zeros behind it are no part of it."""
+        assert self._profile is not None
         with tempfile.TemporaryDirectory(prefix="minisgl-profile-") as folder:
             file = Path(folder, "trace.json.gz")
             self._profile.export_chrome_trace(str(file))
-            return file.read_bytes()
+            seen = trace.read(file.read_bytes(), "the trace")
+        mine = trace.packed(trace.with_ranges(seen, self._found, os.getpid(), threading.get_native_id()))
+        padded = torch.zeros(-self._ranks.least(-len(mine), torch.device(self._device)), dtype=torch.uint8)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        return [each.numpy().tobytes() for each in self._ranks.gather(padded.to(self._device)).cpu()]
 
 
 @contextmanager

@@ -14,9 +14,9 @@ TRACE = "profile.json.gz"
 MOST_STEPS, MOST_TOKENS = 990, 2**31 - 1
 FILES = ("trace", "output", "html", "nsys", "memory")
 WITHOUT_EFFECT = {
-    "read": "url nsys phase batch input_len output_len steps memory api_key seconds",
-    "url": "nsys phase batch input_len output_len memory",
-    "nsys": "trace output html memory api_key seconds",
+    "read": "url nsys phase batch input_len output_len steps ops memory api_key seconds",
+    "url": "nsys phase batch input_len output_len ops memory",
+    "nsys": "trace output html ops memory api_key seconds",
 }
 """What is of no use beside each way to have no trace made here."""
 
@@ -35,6 +35,9 @@ class ProfileConfig:
     input_len: Annotated[int, Doc("Prompt length in tokens.")] = 128
     output_len: Annotated[int, Doc("With phase serve: answer length in tokens.")] = 128
     steps: Annotated[int, Doc("Steps to capture; 0: only time steps, and capture nothing.")] = 20
+    ops: Annotated[bool, Doc("On a GPU: note torch's operators on the host, too, which makes small steps longer.")] = (
+        False
+    )
     trace: Annotated[str | None, Doc(f"Where the trace goes, one file for each phase; default: {TRACE}.")] = None
     output: Annotated[str | None, Doc("Write the report as JSON, for --compare.")] = None
     html: Annotated[str | None, Doc("Write the report as one HTML file.")] = None

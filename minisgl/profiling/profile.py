@@ -65,7 +65,7 @@ def _write(found: trace.Raw, phases: Sequence[str], path: Path, say: Say) -> Non
     for phase, part in parts.items():
         stem, dot, ending = path.name.partition(".")
         file = path.with_name(f"{stem}-{phase}{dot}{ending}") if len(parts) > 1 else path
-        trace.write(part, file)
+        write_whole(file, trace.packed(part))
         say(f"the trace is in {file}: see it at https://ui.perfetto.dev")
 
 
@@ -95,7 +95,7 @@ def _of_own(
                 return None
             facts = engine_facts(load.folder.name, str(load.folder.path), load.config, say)
             facts.plain_step_us = plain_step_us
-            recording = Recording(load.engine, facts, count + SETTLING)
+            recording = Recording(load.engine, facts, count + SETTLING, options.ops)
             try:
                 load.make_steps(count + SETTLING)
             finally:

@@ -16,13 +16,11 @@ import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from minisgl.bench.record import write_whole
 from minisgl.profiling.facts import Facts
 from minisgl.profiling.groups import group_of, short
 
@@ -111,9 +109,16 @@ def read(data: bytes, origin: str) -> Raw:
         raise ValueError(f"{origin} is no trace of torch.profiler, as JSON, plain or gzipped") from error
 
 
-def write(trace: Raw, path: Path) -> None:
-    """Write a trace, gzipped, whole or not at all."""
-    write_whole(path, gzip.compress(msgspec.json.encode(trace), 5))
+def packed(trace: Raw) -> bytes:
+    """A trace as gzipped JSON."""
+    return gzip.compress(msgspec.json.encode(trace), 5)
+
+
+def with_ranges(trace: Raw, ranges: Iterable[tuple[str, int, int]], process: int, thread: int) -> Raw:
+    """The trace and, in a thread of a process, ranges: their names, and when they began and ended, in ns since 1970."""
+    base, of = trace.get("baseTimeNanoseconds", 0), {"ph": "X", "cat": "user_annotation", "pid": process, "tid": thread}
+    events = [of | {"name": n, "ts": (begin - base) / 1e3, "dur": (end - begin) / 1e3} for n, begin, end in ranges]
+    return trace | {"traceEvents": trace["traceEvents"] + events}
 
 
 def merge(traces: Sequence[Raw]) -> Raw:
@@ -156,7 +161,8 @@ class _Host:
 
     def __init__(self, events: list[Event]) -> None:
         self.events = events
-        ranges = [(*each.span, match, each) for each in self.of("cpu_op") if (match := RANGE.match(each.name))]
+        annotations = self.of("user_annotation")
+        ranges = [(*each.span, match, each) for each in annotations if (match := RANGE.match(each.name))]
         spans = [(begin, end, (match[1], int(match[2]))) for begin, end, match, _ in ranges]
         spans += [(*each.span, (WAIT, None)) for each in self.of(*CALLS) if "Synchronize" in each.name]
         self.stretches: list[Stretch] = []
@@ -193,7 +199,7 @@ def _work(rank: int, host: _Host, on_cpu: bool) -> Iterator[Work]:
     """What a rank's device did, in order: on a CPU also gloo, which has threads of its own while the host waits."""
     events = host.of(*ON_DEVICE)
     if on_cpu:
-        events = [each for each in host.of("cpu_op") if each.tid in host.threads and not RANGE.match(each.name)]
+        events = [each for each in host.of("cpu_op") if each.tid in host.threads]
         events += [each for each in host.of("user_annotation") if each.name.startswith("gloo:")]
     own_us: dict[int, float] = defaultdict(float)
     for begin, end, inner in innermost((*event.span, id(event)) for event in events) if on_cpu else ():

@@ -193,8 +193,11 @@ def work(task: Task) -> None:
     """Be another rank than the first: build what it builds, and run what it sends, until it has no more."""
     config, folder = EngineConfig(**task.config), ModelFolder(Path(task.folder), task.name, sampling_defaults={})
     model = replace(read_model_config(folder.path, warn=False), max_position=task.max_position)
+    from minisgl.profiling.capture import RankRecording  # which nobody needs who has one rank
+
     with join(task.place, config, task) as (ranks, line):
-        follow(build_rank(config, folder, model, ranks).runner, line)
+        runner = build_rank(config, folder, model, ranks).runner
+        follow(runner, line, RankRecording(runner, ranks, config.device).obey)
         ranks.end()
 
 

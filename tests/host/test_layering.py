@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"minisgl", "source", "host"},
     "profiling": {
         *("bench", "doctor", "build", "engine", "generation", "scheduler", "server", "request", "batch", "source"),
-        "config",
+        *("parallel", "config"),
     },
     "llm": {"build", "engine", "scheduler", "generation", "results", "request", "tokenizer", "source", "config"},
     "generation": {"request", "results", "batch", "tokenizer", "config"},
@@ -54,7 +54,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": {"config"},
     "request": {"config"},
     "batch": {"config"},
-    "runtime": {"model", "attention", "kernels", "parallel", "source", "request", "batch", "host", "config"},
+    "runtime": {
+        *("model", "attention", "kernels", "parallel", "source", "request", "batch", "host", "config"),
+        "profiling",  # of ranks that follow, which rank 0 tells to record
+    },
     "parallel": {"source", "batch", "config"},
     "kernels": set(),
     "attention": {"kernels", "batch", "host", "config"},

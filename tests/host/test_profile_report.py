@@ -32,7 +32,7 @@ def event(cat: str, name: str, begin: float, end: float, where: dict[str, int], 
 
 
 def part(name: str, begin: float, end: float) -> dict[str, Any]:
-    return event("cpu_op", f"minisgl.{name}", begin, end, HOST)
+    return event("user_annotation", f"minisgl.{name}", begin, end, HOST)
 
 
 def kernel(number: int, name: str, asked: float, begin: float, end: float, **more: Any) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import urllib.request
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -131,6 +131,20 @@ def test_a_step_of_two_ranks_has_all_parts_and_communicates(tiny_model: Any, con
     sums = {line.name: line.calls for line in phase.kernels if line.name.startswith(("gloo:", "c10d::"))}
     assert sums["gloo:all_reduce"] == sums["c10d::allreduce_"] == 2 * 2 + 1  # of each layer, and the embedding
     assert communication.us > 0 and communication.calls == sum(sums.values())
+    found = trace.understand(trace.read((tmp_path / "profile.json.gz").read_bytes(), "it"))
+    assert {(work.rank, work.step) for work in found.work} == {(rank, step) for rank in (0, 1) for step in range(7)}
+
+
+def test_two_ranks_go_on_behind_a_recording(tiny_model: Any, config: EngineConfig):
+    two = replace(config, model=str(tiny_model("LlamaForCausalLM", num_key_value_heads=4)), tp=2)
+    load = Load(two, ProfileConfig(batch=3, input_len=20, steps=4), silent)
+    with closing(load.engine):
+        for _ in range(2):
+            recording = Recording(load.engine, facts(load), 3)
+            load.make_steps(5)  # two more than it records
+            steps = [work.step for work in trace.understand(trace.read(recording.trace(), "it")).work if work.rank]
+            assert set(steps) == {0, 1, 2}
+        load.make_steps(2)
 
 
 def test_an_interrupt_leaves_nothing(config: EngineConfig, tmp_path: Path):
