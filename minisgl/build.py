@@ -1,7 +1,6 @@
 """The composition root: EngineConfig → Engine. The one module that imports runtime and attention."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,7 +9,7 @@ from minisgl.attention.base import Shape
 from minisgl.attention.choose import PHASES, automatic, best_page_size, named, why_not
 from minisgl.attention.flashinfer import compiler_missing
 from minisgl.config import EngineConfig
-from minisgl.engine import Engine, Runner
+from minisgl.engine import Engine
 from minisgl.host import cpu_flags
 from minisgl.parallel.crew import find_place
 from minisgl.parallel.leader import Leader
@@ -135,29 +134,24 @@ def build_engine(
     place = find_place(config)
     if place.size == 1:
         built = build_rank(config, folder, model_config, ALONE, report)
-        return _engine(config, built, built.runner)
+        return Engine(_scheduler(config, built), built.runner, bool(config.overlap))
     if place.rank > 0:
         work(task_of(place, config, folder, model_config))
         raise SystemExit(0)
-    ranks, crew = lead(place, config, task_of(place, config, folder, model_config))
+    with lead(place, config, task_of(place, config, folder, model_config)) as (ranks, crew):
 
-    def watch(what: str, done: float, total: float | None) -> None:
-        crew.check()
-        if report is not None:
-            report(what, done, total)
+        def note(what: str, done: float, total: float | None) -> None:
+            crew.note_step()
+            if report is not None:
+                report(what, done, total)
 
-    try:
-        with crew.at_work(together=True):
-            built = build_rank(config, folder, model_config, ranks, watch)
-    except BaseException:
-        crew.close()
-        raise
+        built = build_rank(config, folder, model_config, ranks, note)
     leader = Leader(built.runner, crew, ranks, config.step_timeout)
-    return _engine(config, built, leader, leader.close)
+    return Engine(_scheduler(config, built), leader, bool(config.overlap), leader.close, crew.check)
 
 
-def _engine(config: EngineConfig, built: Rank, runner: Runner, close: Callable[[], bool] = lambda: True) -> Engine:
-    scheduler = Scheduler(
+def _scheduler(config: EngineConfig, built: Rank) -> Scheduler:
+    return Scheduler(
         num_slots=config.max_running_requests,
         num_pages=built.num_pages,
         page_size=built.page_size,
@@ -167,7 +161,6 @@ def _engine(config: EngineConfig, built: Rank, runner: Runner, close: Callable[[
         mixed=config.mixed_batch,
         cache=config.cache,
     )
-    return Engine(scheduler, runner, bool(config.overlap), close)
 
 
 def release_memory(config: EngineConfig) -> None:

@@ -37,12 +37,19 @@ class Engine:
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, overlap: bool = True, close: Callable[[], bool] = lambda: True
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        overlap: bool = True,
+        close: Callable[[], bool] = lambda: True,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.close = close
         """End what works for it, and say whether the device still answers; no step comes after that."""
+        self.check = check
+        """Raise what the next step would raise because a rank has been lost, for whoever has no step to do."""
         self._depth = 1 if overlap else 0
         self._results: deque[Result] = deque()  # of the batches in scheduler.in_flight
 

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import msgspec
@@ -28,13 +27,14 @@ from minisgl.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 _LOOK_S = 0.1
 _TELL_S = 5.0
 """How long rank 0 may take to notice that another has ended; then it is stuck in a call to the device, and ends too."""
 _END_S = 2.0
 """How long ranks may take to end when they are asked to."""
 _LAST_WORDS_BYTES = 8192
+START_S = 600.0
+"""How long ranks may stand still while they start, at least; what takes longest is to compile a kernel."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def find_place(config: EngineConfig) -> Place:
             f"node_rank={config.node_rank}: it must be less than nnodes={config.nnodes}, and 0 on the first"
         )
     if config.nnodes == 1:
-        return Place(0, config.tp, 0, config.tp, LOOPBACK, 0)
+        return Place(0, config.tp, 0, config.tp, "127.0.0.1", 0)
     host, _, port = (config.dist_init_addr or "").rpartition(":")
     if config.tp % config.nnodes or not (host and port.isdigit()):
         raise ValueError(
@@ -103,19 +103,12 @@ class Other:
     process: subprocess.Popen[bytes] | None = None
     words: IO[bytes] | None = None  # what it says on stderr, to be read when it has ended
     line: socket.socket | None = None
+    steps: int = 0  # how far it has come: it has met us, and every further step of its start, and batch
 
     @property
     def name(self) -> str:
         """For people."""
         return f"rank {self.rank}" + (f" (pid {self.process.pid})" if self.process else "")
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it is of this host and a signal has stopped it."""
-        with suppress(OSError):
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text() if self.process else ""
-            return stat.rpartition(")")[2].split()[:1] == ["T"]
-        return False
 
     def how_it_ended(self) -> str:
         """In one line."""
@@ -144,7 +137,9 @@ class _Watch:
     failed: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
     lock: threading.RLock = field(default_factory=threading.RLock)  # held by whoever ends them
-    deadline_s: float | None = None
+    timeout_s: float | None = None  # how long all may stand still
+    moved_s: float = 0.0  # when one last did not
+    steps: int = 1  # how far we have come ourselves: all ranks take the same
     at_work: bool = False
     kept: object = None
 
@@ -157,10 +152,8 @@ class _Watch:
                     if lost.rank == 0 and self.ended.wait(_TELL_S):
                         return  # rank 0 was done, and so are we
                     self.fail(lost.how_it_ended())
-                elif (deadline_s := self.deadline_s) is not None and time.monotonic() > deadline_s:
-                    stopped = [other.name for other in self.others if other.is_stopped]
-                    who = f"{', '.join(stopped)} is stopped" if stopped else "who hangs is not known"
-                    self.fail(f"the ranks have not done a step within --step-timeout: {who}")
+                elif (limit_s := self.timeout_s) is not None and time.monotonic() > self.moved_s + limit_s:
+                    self.fail(f"the ranks have stood still for {limit_s:g} s, see --step-timeout: {self._who_hangs()}")
         until_s = time.monotonic() + _TELL_S
         while self.at_work and not self.ended.wait(_LOOK_S):
             if time.monotonic() > until_s:
@@ -168,18 +161,26 @@ class _Watch:
                 leave(1)
 
     def _lost(self) -> Iterator[Other]:
-        for other in self.others:
-            if other.process is not None and other.process.poll() is not None:
-                yield other
+        yield from (each for each in self.others if each.process is not None and each.process.poll() is not None)
         poller = select.poll()
         lines = {other.line.fileno(): other for other in self.others if other.line is not None}
-        for number in lines:
-            poller.register(number, select.POLLRDHUP)
-        for number, _ in poller.poll(0):
-            if (process := lines[number].process) is not None:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_END_S)
-            yield lines[number]
+        for number, other in lines.items():
+            poller.register(number, select.POLLRDHUP | (select.POLLIN if other.rank else 0))
+        for number, event in poller.poll(0):
+            other = lines[number]
+            if event == select.POLLIN:  # and nothing else: it tells of its steps
+                other.steps += len(os.read(number, 4096))
+                self.moved_s = time.monotonic()
+            else:
+                if other.process is not None:
+                    with suppress(subprocess.TimeoutExpired):
+                        other.process.wait(_END_S)
+                yield other
+
+    def _who_hangs(self) -> str:
+        steps = {"rank 0": self.steps} | {other.name: other.steps for other in self.others}
+        behind = [name for name, count in steps.items() if count < max(steps.values())]
+        return f"{', '.join(behind)} is behind" if behind else "who hangs is not known"
 
     def fail(self, why: str, exit_code: int = 1) -> None:
         """End all ranks, for this reason; only the first counts."""
@@ -215,7 +216,8 @@ class _Watch:
             elif other.line is not None:
                 with suppress(OSError):
                     other.line.settimeout(left_s)
-                    other.line.recv(1)
+                    while other.line.recv(4096):
+                        pass  # what it has told before
 
 
 class Crew:
@@ -251,7 +253,7 @@ class Crew:
 
     @contextmanager
     def at_work(self, timeout_s: float | None = None, together: bool = False) -> Iterator[None]:
-        """What is done in here needs all ranks, and may take so long; ChildProcessError where one has ended.
+        """What is done in here needs all ranks, which may stand still so long; ChildProcessError where one has ended.
 
         If `together`, they would wait for each other for ever once one of them has failed: then so have all.
         """
@@ -259,7 +261,7 @@ class Crew:
         watch.at_work = True
         try:
             self.check()
-            watch.deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+            watch.moved_s, watch.timeout_s = time.monotonic(), timeout_s
             yield
         except BaseException as error:
             # A rank's end is felt here at once, as some error of its connection, and seen by the thread soon.
@@ -272,12 +274,18 @@ class Crew:
                 watch.fail(f"this rank has failed: {type(error).__name__} {error}".rstrip(), code)
             raise
         finally:
-            watch.deadline_s, watch.at_work = None, False
+            watch.timeout_s, watch.at_work = None, False
 
     def check(self) -> None:
         """ChildProcessError if a rank has ended."""
         if self._watch.failure is not None or self._watch.ended.is_set():
             raise ChildProcessError(self._watch.failure or "the ranks have been ended")
+
+    def note_step(self) -> None:
+        """This rank has come a step further with its start; ChildProcessError if another has ended."""
+        self.check()
+        self._watch.steps += 1
+        self._watch.moved_s = time.monotonic()
 
     @property
     def device_waits(self) -> bool:
@@ -290,9 +298,9 @@ class Crew:
 
     def receive(self, listener: socket.socket) -> None:
         """Wait until each rank has come and said which it is."""
-        others = {other.rank: other for other in self._watch.others}
+        coming = {other.rank: other for other in self._watch.others}
         listener.settimeout(_LOOK_S)
-        while any(other.line is None for other in others.values()):
+        while coming:
             self.check()
             with suppress(TimeoutError, ConnectionError):
                 line, _ = listener.accept()
@@ -300,13 +308,14 @@ class Crew:
                 rank = int.from_bytes(line.recv(4), "little")
                 line.settimeout(None)
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if rank in others and others[rank].line is None:
-                    others[rank].line = line
+                if other := coming.pop(rank, None):
+                    other.line, other.steps = line, 1
                 else:
                     line.close()
 
     def send(self, message: bytes) -> None:
-        """Send all ranks a message."""
+        """Send all ranks a message: a batch or an order, and a step of all."""
+        self._watch.steps += 1
         for other in self._watch.others:
             assert other.line is not None, "receive() comes first"
             other.line.sendall(message)
@@ -319,9 +328,8 @@ def _close(watch: _Watch) -> None:
         # Else the thread holds it into Python's own end, which torch's threads do not survive; `keep` says when to.
         watch.kept = watch.kept if watch.on_device and watch.failure else None
         for other in watch.others:
-            for file in (other.line, other.words):
-                if file is not None:
-                    file.close()
+            for file in filter(None, (other.line, other.words)):
+                file.close()
 
 
 def _start(task: Task, words: IO[bytes]) -> subprocess.Popen[bytes]:

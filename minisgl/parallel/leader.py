@@ -87,8 +87,15 @@ class Watched:
 
 def follow(runner: Runner, leader: socket.socket, obey: Callable[[str], object]) -> None:
     """Run the batches that rank 0 sends, and `obey` its orders, until it closes the line."""
-    while (message := receive(leader)) is not None:
-        if isinstance(message, str):
-            obey(message)
-        else:
-            runner.launch(message)
+    with leader.makefile("rb") as messages:
+        while (message := receive(messages)) is not None:
+            note_step(leader)
+            if isinstance(message, str):
+                obey(message)
+            else:
+                runner.launch(message)
+
+
+def note_step(leader: socket.socket) -> None:
+    """Tell rank 0 that this rank has come a step further: by a byte for each."""
+    leader.sendall(b".")

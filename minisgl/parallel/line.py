@@ -1,8 +1,7 @@
 """What rank 0 tells the others: batches, and now and then an order, over a socket to each."""
 
-import socket
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -12,11 +11,11 @@ from minisgl.batch import Batch, Joins
 _HEADER_BYTES = 8  # of a message: its length
 
 
-def receive(leader: socket.socket) -> Batch | str | None:
+def receive(line: IO[bytes]) -> Batch | str | None:
     """The next batch or order; None when there are no more, because rank 0 has closed the line or has ended."""
-    if (header := _read(leader, _HEADER_BYTES)) and (body := _read(leader, int.from_bytes(header, "little"))):
-        return unpack(body)
-    return None
+    size = int.from_bytes(line.read(_HEADER_BYTES), "little")
+    body = line.read(size)
+    return unpack(body) if body and len(body) == size else None
 
 
 def pack(message: Batch | str) -> bytes:
@@ -29,16 +28,6 @@ def unpack(body: bytes) -> Batch | str:
     """A batch, or an order, from a message without its header."""
     plain = msgspec.msgpack.decode(body)
     return plain if isinstance(plain, str) else _built(Batch, plain)
-
-
-def _read(leader: socket.socket, size: int) -> bytes:
-    """So many bytes, or none if the line is closed."""
-    data = bytearray()
-    while len(data) < size:
-        if not (more := leader.recv(size - len(data))):
-            return b""
-        data += more
-    return bytes(data)
 
 
 def _plain(value: Any) -> Any:

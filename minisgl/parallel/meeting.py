@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGl
 from torch.distributed.rendezvous import rendezvous
 
 from minisgl.config import EngineConfig
-from minisgl.parallel.crew import Crew, Other, Place, Task
+from minisgl.parallel.crew import START_S, Crew, Other, Place, Task
 from minisgl.parallel.linked import linked_sum
 from minisgl.parallel.ranks import Ranks
 
@@ -21,17 +21,20 @@ _FOREVER = timedelta(days=365)  # torch's own time-outs know nothing of what a r
 _LEADER = "leader"  # the port where rank 0 waits for the others
 
 
-def lead(place: Place, config: EngineConfig, task: Task) -> tuple[Ranks, Crew]:
-    """Start the other ranks of this host, with the task, and meet all; this process is rank 0."""
-    store, port = open_store(place)
-    place = replace(place, port=port)
+@contextmanager
+def lead(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks, Crew]]:
+    """Start the other ranks of this host, with the task, and meet all; this process is rank 0.
+
+    What is done in here is the start of all: it may take as long as it likes if only some rank gets further.
+    """
+    store, place = open_store(place)
     with socket.create_server((place.host, 0), backlog=place.size) as listener:
         store.set(_LEADER, str(listener.getsockname()[1]))
         crew = _crew(place, config, task, [Other(rank) for rank in range(place.local_size, place.size)])
         try:
-            with crew.at_work(together=True):
+            with crew.at_work(max(START_S, config.step_timeout), together=True):
                 crew.receive(listener)
-                return make_ranks(place, config, store, place.host, crew.keep), crew
+                yield make_ranks(place, config, store, place.host, crew.keep), crew
         except BaseException:
             crew.close()
             raise
@@ -42,8 +45,12 @@ def join(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
     """Start the other ranks of this host, where that is this one's part, and meet all; yields the line to rank 0."""
     if config.device == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
-    store, _ = open_store(place)
-    with closing(socket.create_connection((place.host, int(store.get(_LEADER))))) as line:
+    try:
+        store, _ = open_store(place)
+        address = (place.host, int(store.get(_LEADER)))
+    except RuntimeError as error:
+        raise ConnectionError(f"rank 0 does not answer at {place.host}:{place.port}") from error
+    with closing(socket.create_connection(address)) as line:
         crew = _crew(place, config, task, [Other(0, line=line)])
         with crew.at_work(together=True):
             line.sendall(place.rank.to_bytes(4, "little"))
@@ -51,19 +58,20 @@ def join(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
         crew.close()
 
 
-def open_store(place: Place) -> tuple[Store, int]:
-    """The store where all meet, and its port."""
+def open_store(place: Place) -> tuple[Store, Place]:
+    """The store where all meet, and the place with its port."""
+    patience = timedelta(seconds=START_S)
     if place.torchrun:
-        return next(iter(rendezvous("env://", place.rank, place.size)))[0], place.port
-    store = TCPStore(place.host, place.port, None, place.rank == 0, wait_for_workers=False)
-    return store, store.port
+        return next(iter(rendezvous("env://", place.rank, place.size, timeout=patience)))[0], place
+    store = TCPStore(place.host, place.port, None, place.rank == 0, patience, wait_for_workers=False)
+    return store, replace(place, port=store.port)
 
 
 def _crew(place: Place, config: EngineConfig, task: Task, coming: list[Other]) -> Crew:
     """The ranks that this process starts, and those that it has a line to."""
     places = [replace(place, rank=place.rank + i, local_rank=i, local_size=1) for i in range(1, place.local_size)]
-    start = [msgspec.structs.replace(task, place=each) for each in places]
-    return Crew([*(Other(each.rank) for each in places), *coming], start, on_device=config.device == "cuda")
+    others = [*(Other(each.rank) for each in places), *coming]
+    return Crew(others, [msgspec.structs.replace(task, place=each) for each in places], config.device == "cuda")
 
 
 def make_ranks(

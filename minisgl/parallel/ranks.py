@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ProcessGroup, ReduceOp, Work
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ProcessGroup, Work
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,7 @@ class Ranks:
 
     def least(self, value: int, device: torch.device) -> int:
         """The smallest of all ranks' numbers; all ranks have arrived when it is known."""
-        if self.group is None:
-            return value
-        number = torch.tensor([int(value)], device=device)
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp(ReduceOp.MIN)
-        _wait(self.group.allreduce([number], options))
-        return int(number)
+        return int(self.gather(torch.tensor([int(value)], device=device)).min())
 
     def end(self) -> None:
         """Give the connections up. No CUDA graph may be left that has captured an operation: this would wait for it."""

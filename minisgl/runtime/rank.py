@@ -24,7 +24,7 @@ from minisgl.host import end_with
 from minisgl.model.decoder import Decoder
 from minisgl.model.weights import dummy_weights, load_weights
 from minisgl.parallel.crew import Place, Task, leave
-from minisgl.parallel.leader import follow
+from minisgl.parallel.leader import follow, note_step
 from minisgl.parallel.meeting import join
 from minisgl.parallel.ranks import Ranks
 from minisgl.parallel.sharding import per_rank
@@ -103,6 +103,7 @@ def build_rank(
             tell = report and partial(report, "capturing CUDA graphs")
             runner.capture(config.cuda_graph_bs, _piece_sizes(config), tell)
             warm_up_graphs(runner, config.cuda_graph_bs, config.page_size)
+    ranks.least(0, device)  # all have come as far
     logger.info(
         "%s on %s%s in %s, attention by %s: %d KV pages of %d tokens, context %d",
         folder.name, f"{ranks.size} × " if ranks.size > 1 else "", device, dtype, config.attention_backend, pages,
@@ -196,7 +197,7 @@ def work(task: Task) -> None:
     from minisgl.profiling.capture import RankRecording  # which nobody needs who has one rank
 
     with join(task.place, config, task) as (ranks, line):
-        runner = build_rank(config, folder, model, ranks).runner
+        runner = build_rank(config, folder, model, ranks, lambda *_: note_step(line)).runner
         follow(runner, line, RankRecording(runner, ranks, config.device).obey)
         ranks.end()
 

@@ -9,7 +9,6 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from shutil import rmtree
 from typing import TypeVar
 
 import msgspec
@@ -66,17 +65,20 @@ class Owner:
 
 @contextlib.contextmanager
 def socket_folder() -> Iterator[Path]:
-    """A new folder that only this user can enter, for the engine's socket; removed in the end."""
+    """A new folder that only this user can enter, for the engine's socket; removed in the end.
+
+    ValueError where an engine cannot be another's child: under torchrun, which starts one process for each rank.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError("torchrun cannot start this, whose engine is a process of its own: use --tp without torchrun")
     try:
-        folder = Path(tempfile.mkdtemp(prefix="minisgl-"))
+        made = tempfile.TemporaryDirectory(prefix="minisgl-", ignore_cleanup_errors=True)
     except OSError as error:
         raise ValueError(f"cannot make a folder for a socket: {error.strerror} ({error.filename})") from error
-    try:
-        if len(str(folder)) > _LONGEST_FOLDER:
+    with made as folder:
+        if len(folder) > _LONGEST_FOLDER:
             raise ValueError(f"{folder} is too long for the path of a socket: set TMPDIR to a shorter folder")
-        yield folder
-    finally:
-        rmtree(folder, ignore_errors=True)
+        yield Path(folder)
 
 
 async def start(module: str, settings: msgspec.Struct) -> asyncio.subprocess.Process:

@@ -71,7 +71,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._stop, signal.Signals(number))
         reason = "the server was stopped"
         server = self._server
-        with reserve(server.host, server.port) as holder, child.socket_folder() as folder, ExitStack() as bars:
+        with child.socket_folder() as folder, reserve(server.host, server.port) as holder, ExitStack() as bars:
             self._bars, self._report = bars, bars.enter_context(progress)
             self._host, self._port = holder.getsockname()[:2]
             self._warn()

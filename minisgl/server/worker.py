@@ -72,6 +72,7 @@ class Worker:
             self._metrics.busy_s += time.monotonic() - began_s
         else:
             self._socket.poll(IDLE_MS)
+            self._engine.check()
             self._metrics.idle_s += time.monotonic() - began_s
         if self._log.is_due:
             self._log.write(self._engine.stats())

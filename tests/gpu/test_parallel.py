@@ -85,3 +85,32 @@ def test_a_rank_that_is_killed_while_graphs_are_captured_ends_all(qwen3):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "ended with signal SIGKILL" in done.stderr, done.stderr
+
+
+LOST_IN_A_STEP = """
+import os, signal, subprocess, time
+from minisgl import LLM, SamplingParams
+
+fields = dict(load_format="dummy", device="cuda", max_model_len=4096, num_pages=300, max_running_requests=16)
+with LLM({model!r}, tp=2, step_timeout=5, cuda_graph_bs=[1, 16], **fields) as llm:
+    long = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+    for number, piece in enumerate(llm.stream([3, 4, 5], long)):
+        if number == 20:
+            found = subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "minisgl.runtime.rank"], capture_output=True)
+            os.kill(int(found.stdout.split()[0]), signal.{signal})
+"""
+
+
+@pytest.mark.parametrize(
+    ("signal", "said"), [("SIGKILL", "ended with signal SIGKILL"), ("SIGSTOP", "stood still for 5 s")]
+)
+def test_a_rank_that_is_lost_in_the_middle_of_steps_ends_all_and_frees_the_gpus(signal, said, qwen3):
+    script = LOST_IN_A_STEP.replace("{model!r}", repr(qwen3())).replace("{signal}", signal)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 1
+    assert said in done.stderr, done.stderr
+    for device in range(2):
+        free, total = torch.cuda.mem_get_info(device)
+        assert total - free < 8 << 30, f"GPU {device} holds {(total - free) >> 20} MiB"

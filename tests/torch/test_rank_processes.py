@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from minisgl import LLM, EngineConfig, SamplingParams
-from minisgl.parallel import crew
+from minisgl.parallel import crew, meeting
 
 PROMPTS = [[3, 4, 5], [6] * 20, [7, 8]]
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -114,9 +114,86 @@ def test_a_rank_that_hangs_ends_all_after_the_step_time_out(model, started):
         stream = llm.stream(PROMPTS[0], LONG)
         next(stream)
         os.kill(started[0].pid, signal.SIGSTOP)
-        with pytest.raises(ChildProcessError, match=rf"--step-timeout: rank 1 \(pid {started[0].pid}\) is stopped"):
+        with pytest.raises(ChildProcessError, match=rf"--step-timeout: rank 1 \(pid {started[0].pid}\) is behind"):
             list(stream)
         wait_until_gone([process.pid for process in started])
+
+
+FAULTY = """#!{python}
+import os, signal, time
+from minisgl.parallel import meeting
+from minisgl.runtime import rank
+
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def hang(*_, **__):
+    time.sleep(1000)
+
+{moment} = {fault}
+rank.main()
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    """Makes a Python that is a rank, and is killed or hangs at a moment of its start: when it calls that function."""
+
+    def program(moment: str, fault: str) -> str:
+        file = tmp_path / "python"
+        file.write_text(FAULTY.format(python=sys.executable, moment=moment, fault=fault))
+        file.chmod(0o755)
+        return str(file)
+
+    return program
+
+
+BEHIND = r"^the ranks have stood still for 4 s, see --step-timeout: rank 1 \(pid \d+\) is behind"
+KILLED = r"^rank 1 \(pid \d+\) ended with signal SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("moment", "fault", "said"),
+    [
+        ("rank.join", "hang", BEHIND),
+        ("rank.load_weights", "hang", BEHIND),
+        ("rank.ModelRunner", "hang", r"^the ranks have stood still for 4 s"),
+        ("rank.ModelRunner", "kill", KILLED),
+    ],
+    ids=["hangs before it comes", "hangs while it loads", "hangs at the end", "is killed at the end"],
+)
+def test_a_rank_that_hangs_or_is_killed_while_it_starts_ends_all(
+    moment, fault, said, model, started, faulty, monkeypatch
+):
+    if fault == "hang":
+        monkeypatch.setattr(meeting, "START_S", 4.0)
+    monkeypatch.setattr(sys, "executable", faulty(moment, fault))
+    with pytest.raises(ChildProcessError, match=said):
+        engine(model, step_timeout=1.0)
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+START = """
+import sys
+from minisgl import LLM
+from minisgl.parallel import meeting
+_, model, sys.executable, meeting.START_S = *sys.argv[:3], float(sys.argv[3])
+LLM(model, dtype="float32", device="cpu", max_model_len=512, tp=2, step_timeout=1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("hang", "stood still for 4 s"), ("kill", "ended with signal SIGKILL")],
+    ids=["hangs", "is killed"],
+)
+def test_a_rank_that_hangs_or_is_killed_while_the_group_is_formed_ends_all(fault, said, model, faulty):
+    """Rank 0's process too: it may be inside a call that waits for the other."""
+    limit_s = "4" if fault == "hang" else "100"
+    command = [sys.executable, "-c", START, model, faulty("meeting.make_ranks", fault), limit_s]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert said in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_a_rank_that_cannot_load_says_why(model, monkeypatch):
@@ -192,3 +269,32 @@ def test_two_hosts_are_one_engine(tiny_model):
     (out, errors), (nothing, other_errors) = (host.communicate(timeout=100) for host in (first, second))
     assert (first.returncode, second.returncode) == (0, 0), (errors, other_errors)
     assert (out.strip(), nothing) == (expected(model), "")
+
+
+def test_torchrun_starts_no_command_whose_engine_is_a_process_of_its_own(model):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*torchrun, "-m", "minisgl", "serve", model, "--tp", "2", "--device", "cpu", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "Error: torchrun cannot start this, whose engine is a process of its own: use --tp" in done.stderr
+
+
+def child(pid: int, module: str) -> int:
+    """The child of a process that runs a module."""
+    pids = [int(pid) for file in Path(f"/proc/{pid}/task").glob("*/children") for pid in file.read_text().split()]
+    (found,) = (pid for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text())
+    return found
+
+
+def test_a_server_that_has_nothing_to_do_ends_with_a_rank_that_is_killed(model):
+    command = [sys.executable, "-m", "minisgl", "serve", model, "--tp", "2", "--device", "cpu", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        said = next((line for line in server.stderr if "ready at" in line), "")
+        engine_pid = child(server.pid, "minisgl.server.worker")
+        rank_pid = child(engine_pid, "minisgl.runtime.rank")
+        os.kill(rank_pid, signal.SIGKILL)
+        said += server.stderr.read()
+        assert server.wait(10) == 1, said
+    assert said.splitlines()[-1].endswith(f"rank 1 (pid {rank_pid}) ended with signal SIGKILL")
+    wait_until_gone([engine_pid])

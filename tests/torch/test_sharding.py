@@ -168,12 +168,12 @@ def test_batches_come_whole_and_in_order_however_the_line_cuts_them_until_it_is_
 
     sender = threading.Thread(target=send)
     sender.start()
-    with theirs:
+    with theirs, theirs.makefile("rb") as line:
         for batch in (some_batch(), long, some_batch()):
-            got = receive(theirs)
+            got = receive(line)
             assert got is not None
             assert_equal(batch, got)
-        assert receive(theirs) is None
+        assert receive(line) is None
     sender.join()
 
 
@@ -182,7 +182,7 @@ def test_a_line_that_breaks_within_a_message_has_no_more():
     with theirs:
         with ours:
             ours.sendall(pack(some_batch())[:50])
-        assert receive(theirs) is None
+        assert receive(theirs.makefile("rb")) is None
 
 
 @pytest.mark.parametrize("size", [2, 3])
