@@ -94,7 +94,7 @@ def _of_own(
             if options.nsys is not None or not options.steps:
                 return None
             facts = engine_facts(load.folder.name, str(load.folder.path), load.config, say)
-            facts.plain_step_us = plain_step_us
+            facts.plain_step_us = None if options.phase == "serve" else plain_step_us  # else phases mix by chance
             recording = Recording(load.engine, facts, count + SETTLING, options.ops)
             try:
                 load.make_steps(count + SETTLING)

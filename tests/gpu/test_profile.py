@@ -38,12 +38,12 @@ def profiled(config: EngineConfig, **options: object) -> Figures:
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-14b"])
 @pytest.mark.parametrize(
     ("phase", "batch", "input_len"),
-    [("decode", 1, 600), ("decode", 256, 600), ("prefill", 1, 512), ("prefill", 256, 32)],
+    [("decode", 1, 600), ("decode", 256, 600), ("prefill", 1, 4096), ("prefill", 256, 32)],
 )
 def test_a_step_takes_as_long_while_it_is_profiled(
     model: str, phase: str, batch: int, input_len: int, config: EngineConfig
 ):
-    fields = {"max_running_requests": 256, "num_pages": 3500, "cuda_graph_bs": (1, 256), "max_model_len": 1024}
+    fields = {"max_running_requests": 256, "num_pages": 3500, "cuda_graph_bs": (1, 256), "max_model_len": 8192}
     config = replace(config, model=str(MODELS / model), **fields)
     steps = 50 if batch == 1 else 20  # enough that the first launch, and few enough that longer contexts, do not count
     found = profiled(config, phase=phase, batch=batch, input_len=input_len, steps=steps)
