@@ -80,7 +80,7 @@ class LoadConfig:
         check_range("slo_share", self.slo_share, least=0.01, most=1)
         if self.slo is not None:
             parse_slo(self.slo)
-        if self.url is not None and not _is_web_address(self.url):
+        if self.url is not None and not is_web_address(self.url):
             raise ValueError(f"url must be like http://127.0.0.1:8000, got {self.url!r}")
         if self.find_max and (self.slo is None or len(self.rates) != 1):
             raise ValueError("find_max needs a slo to keep, and one qps to start from")
@@ -112,7 +112,8 @@ class LoadConfig:
             raise ValueError(f"qps must be a rate, or several like 1,2,4, got {self.qps!r}") from None
 
 
-def _is_web_address(url: str) -> bool:
+def is_web_address(url: str) -> bool:
+    """Whether a server's routes can follow it: no user, query or fragment stands in their way."""
     try:
         parts = urlsplit(url)
         more = parts.username or parts.query or parts.fragment  # a key has its own option, and is not recorded

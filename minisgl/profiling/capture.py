@@ -11,6 +11,7 @@ import os
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -193,11 +194,13 @@ class RankRecording:
 
     def start(self, order: str) -> None:
         """Let the profiler see what this process does."""
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it has lines of its own on stderr
         self._found.clear()
         on_cpu = self._device != "cuda" or order == START_WITH_OPS
         activities = [*[ProfilerActivity.CPU][:on_cpu], *[ProfilerActivity.CUDA][: self._device == "cuda"]]
-        self._profile = profile(activities=activities, acc_events=True)  # else it warns of the cycles that it has not
-        self._profile.start()
+        self._profile = profile(activities=activities)
+        with warnings.catch_warnings(action="ignore"):  # it warns of cycles, of which there are none
+            self._profile.start()
 
     def stop(self, facts: str) -> None:
         """No longer."""
@@ -211,7 +214,7 @@ class RankRecording:
         """The traces of all ranks, in their order, as gzipped JSON; zeros behind it are no part of it."""
         assert self._profile is not None
         with tempfile.TemporaryDirectory(prefix="minisgl-profile-") as folder:
-            file = Path(folder, "trace.json.gz")
+            file = Path(folder, "trace.json")
             self._profile.export_chrome_trace(str(file))
             seen = trace.read(file.read_bytes(), "the trace")
         mine = trace.packed(trace.with_ranges(seen, self._found, os.getpid(), threading.get_native_id()))

@@ -72,7 +72,8 @@ class Figures(Struct, kw_only=True):
 
 def figures(trace: Trace) -> Figures:
     """Of a trace; raises ValueError where it has no whole step."""
-    facts, count, ran = trace.facts, len(trace.facts.steps), {work.step for work in trace.work}
+    facts, count = trace.facts, len(trace.facts.steps)
+    ran = {work.step for work in trace.work} & {stretch.step for stretch in trace.host}
     # Before the very first step nothing is known to be idle. A file of one phase has the work of its steps alone.
     counted = sorted(ran & set(range(max(min(facts.settling, count - 1), 1), count)))
     if not counted:
@@ -86,8 +87,8 @@ def figures(trace: Trace) -> Figures:
 
 
 def _phase(name: str, steps: Mapping[int, Step], trace: Trace) -> PhaseFigures:
-    share = 1 / (len(steps) * len({each.rank for each in trace.work}))  # of a sum, what is a step's and a device's
     work = [each for each in trace.work if each.step in steps]
+    share = 1 / (len(steps) * len({each.rank for each in work}))  # of a sum, what is a step's and a device's
     needs = _needs(list(steps.values()), trace.facts)
     groups = _lines(((each.group, each.own_us) for each in work), share)
     groups.sort(key=lambda line: list(GROUPS).index(line.name))

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_doc import Doc
 
+from minisgl.bench.load import is_web_address
 from minisgl.bench.output import can_be_written
 from minisgl.bench.workload import check_unset
 from minisgl.config import Flag, check_range, check_types
@@ -13,12 +14,8 @@ from minisgl.config import Flag, check_range, check_types
 TRACE = "profile.json.gz"
 MOST_STEPS, MOST_TOKENS = 990, 2**31 - 1
 FILES = ("trace", "output", "html", "nsys", "memory")
-WITHOUT_EFFECT = {
-    "read": "url nsys phase batch input_len output_len steps ops memory api_key seconds",
-    "url": "nsys phase batch input_len output_len ops memory",
-    "nsys": "trace output html ops memory api_key seconds",
-}
-"""What is of no use beside each way to have no trace made here."""
+OF_AN_ENGINE = ("nsys", "phase", "batch", "input_len", "output_len", "ops", "memory")
+"""What only an engine of our own can do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +50,21 @@ class ProfileConfig:
         check_range("batch", self.batch, least=1, most=65_536)
         check_range("input_len", self.input_len, least=1, most=MOST_TOKENS)
         check_range("output_len", self.output_len, least=1, most=MOST_TOKENS)
-        check_range("steps", self.steps, least=0, most=MOST_STEPS)
         check_range("seconds", self.seconds, least=0.1, most=3600)
         for name in FILES:
             if (given := getattr(self, name)) is not None and not can_be_written(given):
                 raise ValueError(f"{name} must be a file in a folder that is there and can be written, got {given!r}")
-        if self.url is not None and not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, got {self.url!r}")
-        for source, others in WITHOUT_EFFECT.items():
-            if getattr(self, source):
-                check_unset(self, others.split(), f"beside {source}")
-                check_range("steps", self.steps, least=1)
+        if self.url is not None and not is_web_address(self.url):
+            raise ValueError(f"url must be like http://127.0.0.1:8000, got {self.url!r}")
+        own = self.read is None and self.url is None
+        check_range("steps", self.steps, least=0 if own and self.nsys is None else 1, most=MOST_STEPS)
+        for ignored, names, why in (
+            (self.read is not None, ("url", "steps", *OF_AN_ENGINE), "beside read"),
+            (self.url is not None, OF_AN_ENGINE, "beside url"),
+            (self.url is None, ("api_key", "seconds"), "without url"),
+            (self.nsys is not None, ("trace", "output", "html", "ops", "memory"), "beside nsys"),
+            (not self.steps, ("trace", "output", "html", "ops"), "with steps 0, which capture nothing"),
+            (self.phase != "serve", ("output_len",), f"with phase {self.phase}"),
+        ):
+            if ignored:
+                check_unset(self, names, why)

@@ -73,7 +73,6 @@ def _of_own(
     config: EngineConfig, options: ProfileConfig, loading: AbstractContextManager[Report], say: Say
 ) -> trace.Raw | None:
     """The trace of an engine in this process; None if its steps were only to be timed, or seen by nsys."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler has lines of its own on stderr
     from minisgl.build import resolve
     from minisgl.profiling.capture import Recording, allocations, seen_by_nsys  # which bring torch
     from minisgl.profiling.load import TIMED, Load

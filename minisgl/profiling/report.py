@@ -99,7 +99,7 @@ def read(path: Path) -> Figures:
     """Read a report that was written as JSON; raises ValueError for something else."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Figures)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is no report of minisgl profile --output: {error}") from error
 
 

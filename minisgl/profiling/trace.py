@@ -105,7 +105,7 @@ def read(data: bytes, origin: str) -> Raw:
         trace = msgspec.json.decode(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data, type=Raw)
         msgspec.convert(trace, _File)
         return trace
-    except (EOFError, OSError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (EOFError, OSError, zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{origin} is no trace of torch.profiler, as JSON, plain or gzipped") from error
 
 

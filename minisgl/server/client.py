@@ -259,12 +259,14 @@ class EngineClient:
         return await self._ask("profile", steps)
 
     async def _ask(self, what: Literal["stats", "metrics", "flush_cache", "profile"], steps: int = 0) -> Any:
-        """Between two steps of the engine, so after a long one it takes as long."""
+        """Between two steps of the engine, so after a long one it takes as long. RuntimeError where it fails at it."""
         self._check_alive()
         self._asked += 1
         answer = self._questions[self._asked] = self._loop.create_future()
         self._send(messages.Ask(self._asked, what, steps))
-        return await answer
+        if (value := await answer) is msgspec.UNSET:
+            raise RuntimeError(f"the engine process has failed at {what}: its log says why")
+        return value
 
     # The engine's end
 

@@ -162,10 +162,10 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Answer(msgspec.Struct, tag=True):
-    """What an `Ask` was for."""
+    """What an `Ask` was for; without a value, the engine process has failed at it."""
 
     number: int
-    value: Any
+    value: Any = msgspec.UNSET
 
 
 ToEngine = Add | Finish | Ask | Observation

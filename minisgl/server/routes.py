@@ -228,13 +228,8 @@ class Service:
         return self.names if self.config.served_model_name else self.names[:1]
 
     def _card(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._started_s,
-            "owned_by": "minisgl",
-            "max_model_len": self.client.front.context,
-        }
+        made = {"created": self._started_s, "owned_by": "minisgl"}
+        return {"id": name, "object": "model", **made, "max_model_len": self.client.front.context}
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """The token ids of a text or of a conversation."""
@@ -290,8 +285,7 @@ class Service:
         client, facts = self.client, self._facts
         assert facts
         stats = await asyncio.wait_for(client.stats(), QUESTION_S)
-        server = dataclasses.asdict(self.config)
-        server["api_key"] = bool(server["api_key"])
+        server = dataclasses.asdict(self.config) | {"api_key": bool(self.config.api_key)}
         return _json(
             {
                 "version": __version__,
@@ -316,8 +310,8 @@ class Service:
     async def _start_profile(self, request: web.Request) -> web.Response:
         """Profile the engine's next steps, up to `?steps=`, 100 unless it is given; they take longer."""
         steps = request.query.get("steps", "100")
-        if not steps.isdecimal() or not 1 <= int(steps) <= 1000:
-            raise RequestError(f"steps must be from 1 to 1000, got {steps!r:.80}", param="steps")
+        if steps not in map(str, range(1, 1001)) or request.query.keys() - {"steps"} or request.can_read_body:
+            raise RequestError(f"only steps may be given, 1 to 1000, got {request.query_string!r:.80}", param="steps")
         if not await asyncio.wait_for(self.client.profile(int(steps)), QUESTION_S):
             raise RequestError("the engine is being profiled already: POST /stop_profile ends that", status=409)
         return _json({"steps": int(steps)})

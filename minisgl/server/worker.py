@@ -109,7 +109,11 @@ class Worker:
             case messages.Observation():
                 self._metrics.observe(message)
             case messages.Ask():
-                self._send(client, messages.Answer(message.number, self._answer(message)))
+                answer = messages.Answer(message.number)
+                try:
+                    answer.value = self._answer(message)
+                finally:  # whoever asks waits for an answer
+                    self._send(client, answer)
 
     def _answer(self, ask: messages.Ask) -> Any:
         if ask.what == "flush_cache":

@@ -347,11 +347,18 @@ def test_a_comparison_says_what_got_slower(recorded: dict[str, Any], tmp_path: P
         (b'{"traceEvents": [], "minisgl": {"steps": [], "settling": 1}}', "not of minisgl profile: Object missing"),
         (b'{"traceEvents": [{"ph": "X", "ts": "now"}]}', "no trace of torch.profiler"),
         (b'{"traceEvents": [], "minisgl": {"steps": 5}}', "not of minisgl profile"),
+        (b"[" * 100_000, "no trace of torch.profiler"),
     ],
 )
 def test_what_is_no_trace_of_ours_is_refused(data: bytes, message: str):
     with pytest.raises(ValueError, match=message):
         figures(trace.understand(trace.read(data, "some.json")))
+
+
+def test_a_rank_whose_trace_is_of_other_steps_does_not_count(recorded: dict[str, Any]):
+    parts = trace.split(recorded, ["decode", "mixed", "decode"])
+    recorded["minisgl"]["steps"][1]["prompts"] = [[5, 0]]
+    assert phase_of(trace.merge([parts["decode"], parts["mixed"]])) == phase_of(parts["decode"])
 
 
 def test_an_engine_that_did_nothing_is_told_of(recorded: dict[str, Any]):
@@ -373,9 +380,10 @@ def test_too_few_steps_are_refused(recorded: dict[str, Any]):
 
 
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path):
-    (tmp_path / "b.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"b\.json is no report of minisgl profile"):
-        report.read(tmp_path / "b.json")
+    for text in ("{}", "[" * 100_000):
+        (tmp_path / "b.json").write_text(text)
+        with pytest.raises(ValueError, match=r"b\.json is no report of minisgl profile"):
+            report.read(tmp_path / "b.json")
 
 
 def test_a_file_that_cannot_be_written_is_named():

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,17 @@ async def test_an_engine_process_answers_as_an_llm_in_this_process(config):
         again = [piece async for piece in client.generate([6] * 40, greedy)][-1].output
         assert again.cached_tokens == 0
         assert 'minisgl:num_requests_running{model_name="' in await client.metrics()
+
+
+@in_loop
+async def test_what_the_engine_process_fails_at_is_said_to_whoever_asked(config, tmp_path):
+    folder = shutil.copytree(config.model, tmp_path / "model")
+    async with await EngineClient.launch(replace(config, model=str(folder))) as client:
+        (folder / "config.json").unlink()  # which a profile has in it
+        with pytest.raises(RuntimeError, match="the engine process has failed at profile: its log says why"):
+            await client.profile(5)
+        assert await client.profile(0) is None
+        assert (await client.stats()).running == 0
 
 
 def rounded(value):

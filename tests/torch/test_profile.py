@@ -11,6 +11,7 @@ import threading
 import urllib.request
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,14 @@ def test_decode_steps_are_profiled_and_the_engine_is_as_before(config: EngineCon
 
 def test_the_steps_are_those_that_the_engine_made(config: EngineConfig):
     load = Load(config, ProfileConfig(batch=3, input_len=20, steps=2), silent)
-    objects = [load.engine, load.engine.scheduler, load.engine.runner]
+    runner: Any = load.engine.runner
+    objects = [load.engine, load.engine.scheduler, runner, runner._staging, runner._attention, runner._model]
     before = [dict(vars(each)) for each in objects]
     recording = Recording(load.engine, facts(load), 4)
     assert "step" in vars(load.engine) and "schedule" in vars(load.engine.scheduler)
     load.make_steps(6)  # two more than it records
-    assert [vars(each).keys() for each in objects] == [each.keys() for each in before]
+    shadows = [{k: v for k, v in vars(each).items() if isinstance(v, partial)} for each in objects]
+    assert [vars(each).keys() for each in objects] == [each.keys() for each in before] and shadows == [{}] * 6
     found = trace.understand(trace.read(recording.trace(), "it"))
     steps = found.facts.steps
     assert [(step.phase, step.tokens, step.decode_rows, step.samples) for step in steps] == [("decode", 3, 3, 3)] * 4
@@ -243,6 +246,7 @@ def test_a_server_is_profiled_while_it_answers(config: EngineConfig, tmp_path: P
         asking.start()
         try:
             text = profiled(EngineConfig(), url=url, steps=15, seconds=2.0)
+            assert "profiler" not in server.stderr
         finally:
             over.set()
             asking.join()
