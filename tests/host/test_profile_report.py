@@ -342,7 +342,7 @@ def test_a_comparison_says_what_got_slower(recorded: dict[str, Any], tmp_path: P
         (b"{}", "no trace of torch.profiler"),
         (b"", "no trace of torch.profiler"),
         (b"\x1f\x8b1234", "no trace of torch.profiler"),
-        (gzip.compress(b'{"traceEvents": [1]}'), "no trace of torch.profiler"),
+        (gzip.compress(b'{"traceEvents": [1]}', mtime=0), "no trace of torch.profiler"),
         (b'{"traceEvents": []}', "not of minisgl profile"),
         (b'{"traceEvents": [], "minisgl": {"steps": [], "settling": 1}}', "not of minisgl profile: Object missing"),
         (b'{"traceEvents": [{"ph": "X", "ts": "now"}]}', "no trace of torch.profiler"),
