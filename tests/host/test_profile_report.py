@@ -4,6 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -396,3 +397,46 @@ def test_reports_need_no_torch():
     script = f"import sys; sys.modules['torch'] = None; from minisgl.profiling import {modules}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_trace_of_an_h200_adds_up():
+    """Six steps of Qwen3-0.6B for one request, of which the last kernels run after the next step has begun."""
+    data = (Path(__file__).parent / "data" / "h200_decode.json.gz").read_bytes()
+    (found,) = figures(trace.understand(trace.read(data, "it"))).phases
+    events = json.loads(gzip.decompress(data))["traceEvents"]
+    calls = {e["args"]["correlation"]: e["ts"] for e in events if e["cat"] in ("cuda_runtime", "cuda_driver")}
+    spans = [
+        (e["ts"], e["ts"] + e["dur"], int(e["name"].split("#")[1]))
+        for e in events
+        if e["name"].startswith("minisgl.step#")
+    ]
+    until, busy, idle = 0.0, 0.0, 0.0
+    count: Counter[str] = Counter()
+    of_kernel: Counter[str] = Counter()
+    for e in sorted((e for e in events if e["cat"] in ("kernel", "gpu_memcpy")), key=lambda e: (e["ts"], e["dur"])):
+        begin, end, asked = e["ts"], e["ts"] + e["dur"], calls[e["args"]["correlation"]]
+        if any(a <= asked <= b and number >= 3 for a, b, number in spans):
+            busy += max(end - max(begin, until), 0)
+            idle += max(begin - until, 0)
+            count[e["name"]] += 1
+            of_kernel[e["name"]] += max(end - max(begin, until), 0)
+        until = max(until, end)
+    assert (found.phase, found.steps, found.tokens, found.graphs) == ("decode", 6, 1, 1)
+    assert sum(line.us for line in found.groups) == pytest.approx(busy / 6, rel=1e-4)
+    assert sum(line.us for line in found.idle) == pytest.approx(idle / 6, rel=1e-4)
+    assert found.step_us == pytest.approx((busy + idle) / 6, rel=1e-4)
+    for line in found.kernels:
+        if line.name in count:  # not shortened
+            assert (line.calls, line.us) == (
+                pytest.approx(count[line.name] / 6),
+                pytest.approx(of_kernel[line.name] / 6),
+            )
+    assert (
+        count["_project_kernel"] == 6 * (4 * 28 + 1)
+        and sum(count[name] for name in count if "kernel_mha" in name) == 6 * 28
+    )
+    assert {line.name for line in found.groups} == {
+        *("GEMM", "attention", "sampling", "norm, rope, activation", "copies", "other"),
+    }
+    weights = next(line.us for line in found.budget if line.name == "weights")
+    assert weights == pytest.approx(1_191_968_768 / 4_220e9 * 1e6, rel=0.02), "596 M numbers of 2 bytes, at 4.2 TB/s"
