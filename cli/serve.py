@@ -28,8 +28,9 @@ def serve(
     """
     from minisgl.server.supervisor import Supervisor
 
-    config, console = with_model(config, name, context), start_logging(logs, unset="info")
+    level = logs.log_level or "info"
+    config, console = with_model(config, name, context), start_logging(logs, unset=level)
     if config.node_rank > 0:
         start(config, console)  # works for the server of the first host, and ends this process with it
-    supervisor = Supervisor(config, server, logs.log_level or "info")
+    supervisor = Supervisor(config, server, level)
     raise typer.Exit(asyncio.run(supervisor.run(progress(console), partial(say, console))))

@@ -136,7 +136,7 @@ class ReferenceDecode:
     def _room_for(self, step: Step) -> int:
         """For how many steps to keep copies of rows that have come twice: 0 where they would take too much memory."""
         longest = max(self._lengths.values())
-        too_large = len(self._lengths) * (longest + _ROOM) > _KEPT_SHARE * self._kv.memory[0, 0].flatten(0, 1).shape[0]
+        too_large = len(self._lengths) * (longest + _ROOM) > _KEPT_SHARE * self._kv.memory.shape[2] * self._kv.page_size
         if too_large or step.entries.is_cuda:
             return 0
         return min(_ROOM, step.tables.shape[1] * self._kv.page_size - longest)

@@ -11,8 +11,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -35,6 +36,9 @@ from minisgl.runtime.runner import ModelRunner
 from minisgl.runtime.warmup import warm_up, warm_up_graphs
 from minisgl.source.hub import ModelFolder, Report
 from minisgl.source.model_config import ModelConfig, read_model_config
+
+if TYPE_CHECKING:
+    from minisgl.profiling.capture import RankRecording
 
 logger = logging.getLogger(__name__)
 
@@ -194,11 +198,16 @@ def work(task: Task) -> None:
     """Be another rank than the first: build what it builds, and run what it sends, until it has no more."""
     config, folder = EngineConfig(**task.config), ModelFolder(Path(task.folder), task.name, sampling_defaults={})
     model = replace(read_model_config(folder.path, warn=False), max_position=task.max_position)
-    from minisgl.profiling.capture import RankRecording  # which nobody needs who has one rank
-
     with join(task.place, config, task) as (ranks, line):
         runner = build_rank(config, folder, model, ranks, lambda *_: note_step(line)).runner
-        follow(runner, line, RankRecording(runner, ranks, config.device).obey)
+
+        @cache
+        def recording() -> "RankRecording":
+            from minisgl.profiling.capture import RankRecording  # with much that a rank needs for nothing else
+
+            return RankRecording(runner, ranks, config.device)
+
+        follow(runner, line, lambda order: recording().obey(order))
         ranks.end()
 
 
