@@ -1,4 +1,7 @@
-"""Our own kernel for decoding many rows, `kernels.decode_attention`; few run by XQA, where FlashInfer has it."""
+"""Our own kernel for decoding, `kernels.decode_attention`.
+
+Few rows of many query heads to a key head run by XQA, where FlashInfer has it.
+"""
 
 import torch
 from torch import Tensor
@@ -6,7 +9,7 @@ from torch import Tensor
 from minisgl.attention.base import KVCache, Phase, PhaseName, Shape, Step
 from minisgl.attention.flashinfer import few_rows
 from minisgl.kernels.compiler import triton
-from minisgl.kernels.decode_attention import DecodeAttention
+from minisgl.kernels.decode_attention import MOST_QUERIES_OF_FEW_ROWS, DecodeAttention
 
 _FEW_ROWS = 32  # up to here XQA is as fast or faster
 
@@ -30,7 +33,8 @@ def supports(shape: Shape, phase: PhaseName) -> str | None:
 
 def phases(kv: KVCache, shape: Shape, scale: float) -> tuple[None, Phase]:
     """Decode alone."""
-    return None, _Decode(kv, shape, scale, few_rows(kv, shape, scale))
+    few = few_rows(kv, shape, scale) if shape.group > MOST_QUERIES_OF_FEW_ROWS else None
+    return None, _Decode(kv, shape, scale, few)
 
 
 class _Decode:

@@ -16,6 +16,9 @@ _TILE = 64  # tokens
 _REGISTERS = 168  # a thread: what lets so many programs fit
 _ROWS = 256  # whose lengths are looked at together
 _LEAST_GROUP = 16  # rows of a matrix product
+_JOINED = 64  # parts of a query that are joined at once, among all queries of a key head
+MOST_QUERIES_OF_FEW_ROWS = 2
+"""To a key head: where few rows' many parts are joined at once, which for more takes longer than it saves."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -25,7 +28,8 @@ class DecodeAttention:
     def __init__(self, num_heads: int, num_kv_heads: int, head_size: int, device: torch.device) -> None:
         self._num_kv_heads = num_kv_heads
         self._programs = _PROGRAMS * _processors(device)
-        group = max(power_of_two(num_heads // num_kv_heads), _LEAST_GROUP)
+        self._queries = power_of_two(num_heads // num_kv_heads)
+        group = max(self._queries, _LEAST_GROUP)
         self._shares = torch.empty(self._programs + 1, 2, dtype=torch.int64, device=device)
         parts = 2 * self._programs, group  # a program has two at most: where its share begins, and where it ends
         self._sums = torch.empty(*parts, head_size, device=device)
@@ -44,8 +48,10 @@ class DecodeAttention:
         self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, out: Tensor
     ) -> Tensor:
         """`decode_attention_reference` in one kernel, in bfloat16 or float16; `lengths` are those of the plan."""
-        _, num_heads, head_size = q.shape
+        rows, num_heads, head_size = q.shape
         _, page_size, num_kv_heads, _ = keys.shape
+        split = rows * num_kv_heads <= self._programs  # every head of a row is in several parts
+        parts = _JOINED // self._queries if split and self._queries <= MOST_QUERIES_OF_FEW_ROWS else 1
         page_stride, entry_stride, head_stride, _ = keys.stride()
         assert keys.stride() == values.stride() and keys.stride(3) == 1
         assert q.stride(1) == head_size and q.stride(2) == 1 and out.is_contiguous()
@@ -54,7 +60,7 @@ class DecodeAttention:
             q, q.stride(0), keys, values, page_stride, entry_stride, head_stride,
             tables, tables.stride(0), lengths, self._shares, out, self._sums, self._scales, self._done, scale * _LOG2_E,
             num_kv_heads, num_heads // num_kv_heads,
-            self._sums.shape[1], head_size,  # pyright: ignore[reportArgumentType]
+            self._sums.shape[1], self._queries, parts, head_size,  # pyright: ignore[reportArgumentType]
             min(_TILE, page_size), page_size, pdl,  # pyright: ignore[reportArgumentType]
             num_warps=4, maxnreg=_REGISTERS, **options,  # pyright: ignore[reportCallIssue]
         )  # fmt: skip
@@ -99,6 +105,42 @@ if triton is not None:
         ours, theirs = tl.exp2(top - joined), tl.exp2(other_top - joined)
         return joined, total * ours + other_total * theirs, sums * ours[:, None] + other_sums * theirs[:, None]
 
+    @triton.jit
+    def _join_at_once(
+        part_sums, part_scales, first, last, G,
+        GROUP: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
+    ):  # fmt: skip
+        """What the parts of programs `first` to `last` make together, [QUERIES, D]; PARTS of them are read at once."""
+        query = tl.arange(0, QUERIES)
+        top = tl.full((QUERIES,), -1e30, tl.float32)  # largest score
+        total = tl.zeros((QUERIES,), tl.float32)  # sum of exponentials
+        sums = tl.zeros((QUERIES, D), tl.float32)  # weighted values
+        begin = first
+        while begin <= last:
+            program = begin + tl.arange(0, PARTS)
+            part = 2 * program + (program == first)  # that at the end of a share, in all programs but the first
+            at = part[:, None] * GROUP + query[None, :]
+            there = (program <= last)[:, None] & (query < G)[None, :]  # [parts, queries]
+            tops = tl.load(part_scales + 2 * at, mask=there, other=-1e30)
+            totals = tl.load(part_scales + 2 * at + 1, mask=there, other=1)
+            at_sums = at[:, :, None] * D + tl.arange(0, D)[None, None, :]
+            others = tl.load(part_sums + at_sums, mask=there[:, :, None], other=0)
+            new_top = tl.maximum(top, tl.max(tops, axis=0))
+            shrink, weights = tl.exp2(top - new_top), tl.exp2(tops - new_top[None, :])
+            total = total * shrink + tl.sum(totals * weights, axis=0)
+            sums = sums * shrink[:, None] + tl.sum(others * weights[:, :, None], axis=0)
+            top = new_top
+            begin += PARTS
+        return sums / total[:, None]
+
+    @triton.jit
+    def _fetch(pointers):
+        """Start to bring what lies there nearer, into the L2 cache."""
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
     @triton.jit(do_not_specialize=["rows", "K"])
     def _share_kernel(lengths, rows, K, shares, TILE: tl.constexpr, ROWS: tl.constexpr):
         """Where a program's share begins: the row, and the row's first tile; behind all, how many tiles there are."""
@@ -130,7 +172,8 @@ if triton is not None:
     def _decode_attention_kernel(
         q, q_stride, keys, values, page_stride, entry_stride, head_stride, tables, table_stride, lengths, shares,
         out, part_sums, part_scales, done, scale, K, G,
-        GROUP: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
+        GROUP: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+        PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
     ):  # fmt: skip
         """A share of all tiles per program; they count by row, then key head, then place."""
         program = tl.program_id(0).to(tl.int64)
@@ -141,6 +184,17 @@ if triton is not None:
         begin = total_tiles * program // programs
         end = tl.minimum(total_tiles * (program + 1) // programs, total_tiles)
         if PDL:
+            if PARTS > 1:
+                tl.extra.cuda.gdc_launch_dependents()  # pyright: ignore[reportAttributeAccessIssue]
+            if PARTS > 1 and begin < end:  # what is not there yet, the newest token's, passes through the L2 as well
+                count = (tl.load(lengths + row) + TILE - 1) // TILE
+                first = (begin - row_begin) % count
+                page = tl.load(tables + row * table_stride + first * TILE // PAGE_SIZE).to(tl.int64)
+                place = page * page_stride + first * TILE % PAGE_SIZE * entry_stride
+                place += (begin - row_begin) // count * head_stride
+                line = tl.arange(0, TILE)[:, None] * entry_stride + tl.arange(0, D // 64)[None, :] * 64
+                _fetch(keys + place + line)
+                _fetch(values + place + line)
             tl.extra.cuda.gdc_wait()  # pyright: ignore[reportAttributeAccessIssue]
 
         query, lane, token = tl.arange(0, GROUP)[:, None], tl.arange(0, D)[None, :], tl.arange(0, TILE)
@@ -188,21 +242,29 @@ if triton is not None:
                 others = tl.atomic_add(done + from_program, 1, sem="acq_rel")
                 if others == to_program - from_program:
                     tl.debug_barrier()
-                    top = tl.full((GROUP,), -1e30, tl.float32)
-                    total = tl.zeros((GROUP,), tl.float32)
-                    sums = tl.zeros((GROUP, D), tl.float32)
-                    other = from_program
-                    while other <= to_program:
-                        part = (2 * other + (other == from_program)) * GROUP
-                        of_query = (part + tl.arange(0, GROUP)) * 2
-                        top, total, sums = _join(
-                            top, total, sums,
-                            tl.load(part_scales + of_query, volatile=True),
-                            tl.load(part_scales + of_query + 1, volatile=True),
-                            tl.load(part_sums + (part + query) * D + lane, mask=exists, other=0, volatile=True),
-                        )  # fmt: skip
-                        other += 1
-                    tl.store(target, (sums / total[:, None]).to(out.dtype.element_ty), mask=exists)
+                    if PARTS > 1:
+                        joined = _join_at_once(
+                            part_sums, part_scales, from_program, to_program, G, GROUP, QUERIES, PARTS, D
+                        )  # [queries, D]
+                        joined_query = tl.arange(0, QUERIES)[:, None]
+                        joined_target = out + row * (K * G * D) + (head * G + joined_query) * D + lane
+                        tl.store(joined_target, joined.to(out.dtype.element_ty), mask=joined_query < G)
+                    else:
+                        top = tl.full((GROUP,), -1e30, tl.float32)
+                        total = tl.zeros((GROUP,), tl.float32)
+                        sums = tl.zeros((GROUP, D), tl.float32)
+                        other = from_program
+                        while other <= to_program:
+                            part = (2 * other + (other == from_program)) * GROUP
+                            of_query = (part + tl.arange(0, GROUP)) * 2
+                            top, total, sums = _join(
+                                top, total, sums,
+                                tl.load(part_scales + of_query, volatile=True),
+                                tl.load(part_scales + of_query + 1, volatile=True),
+                                tl.load(part_sums + (part + query) * D + lane, mask=exists, other=0, volatile=True),
+                            )  # fmt: skip
+                            other += 1
+                        tl.store(target, (sums / total[:, None]).to(out.dtype.element_ty), mask=exists)
                     tl.store(done + from_program, 0)
             begin += stop - first
             if begin == row_begin + K * count:

@@ -34,3 +34,14 @@ def qwen3(tmp_path: Path) -> Callable[..., str]:
         return str(tmp_path)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def stored_qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a small Qwen3 with random weights in it."""
+    import transformers  # here: whoever collects these tests without a GPU does not wait for it
+
+    config = transformers.Qwen3Config(**QWEN3 | {"num_hidden_layers": 2, "vocab_size": 2048, "eos_token_id": 1})
+    folder = tmp_path_factory.mktemp("stored")
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
