@@ -107,10 +107,11 @@ def draw(scaled: Tensor, seed: Tensor, positions: Tensor, first: int = 0) -> tup
     `seed` and `positions` are int64 [S]; rows begin with token `first`, and hold no NaN. The reference; on a CPU only
     tokens that can still win get their noise.
     """
-    rows, ids = (scaled > -NOISE_RANGE).nonzero(as_tuple=True)
-    if scaled.is_cuda or len(ids) >= scaled.numel() // 8:
+    near = scaled > -NOISE_RANGE
+    if scaled.is_cuda or int(near.sum()) >= scaled.numel() // 8:
         noisy = scaled + noise(seed, positions, first + scaled.shape[-1])[:, first:]
     else:
+        rows, ids = near.nonzero(as_tuple=True)
         noisy = torch.full_like(scaled, -torch.inf)
         noisy[rows, ids] = scaled[rows, ids] + noise_at(seed[rows], positions[rows], ids + first)
     score, at = noisy.max(dim=-1)  # of equals, torch promises the first
