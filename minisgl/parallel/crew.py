@@ -24,6 +24,7 @@ from typing import IO, Any, NoReturn
 import msgspec
 
 from minisgl.config import EngineConfig
+from minisgl.source.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Task(msgspec.Struct):
     config: dict[str, Any]
     folder: str
     name: str
-    max_position: int
+    model: ModelConfig
     owner: int = 0
     """The process that starts it, and whose end is to be its own."""
 

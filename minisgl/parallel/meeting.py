@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import torch
@@ -19,6 +20,8 @@ from minisgl.parallel.ranks import Ranks
 
 _FOREVER = timedelta(days=365)  # torch's own time-outs know nothing of what a rank is doing
 _LEADER = "leader"  # the port where rank 0 waits for the others
+_ASKED = "asked"  # what it has been asked for
+_OWN = {"model", "revision", "node_rank", "dist_init_addr"}  # fields of the config in which hosts may differ
 
 
 @contextmanager
@@ -29,6 +32,7 @@ def lead(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
     """
     store, place = open_store(place)
     with socket.create_server((place.host, 0), backlog=place.size) as listener:
+        store.set(_ASKED, msgspec.json.encode(_asked(task)).decode())
         store.set(_LEADER, str(listener.getsockname()[1]))
         crew = _crew(place, config, task, [Other(rank) for rank in range(place.local_size, place.size)])
         try:
@@ -54,6 +58,7 @@ def join(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
         crew = _crew(place, config, task, [Other(0, line=line)])
         with crew.at_work(together=True):
             line.sendall(place.rank.to_bytes(4, "little"))
+            _check_alike(_asked(task), msgspec.json.decode(store.get(_ASKED)))
             yield make_ranks(place, config, store, line.getsockname()[0], crew.keep), line
         crew.close()
 
@@ -65,6 +70,19 @@ def open_store(place: Place) -> tuple[Store, Place]:
         return next(iter(rendezvous("env://", place.rank, place.size, timeout=patience)))[0], place
     store = TCPStore(place.host, place.port, None, place.rank == 0, patience, wait_for_workers=False)
     return store, replace(place, port=store.port)
+
+
+def _asked(task: Task) -> dict[str, Any]:
+    """What must be the same for all ranks, as JSON has it."""
+    options = {name: value for name, value in task.config.items() if name not in _OWN}
+    options |= {f"the model's {name}": value for name, value in msgspec.to_builtins(task.model).items()}
+    return msgspec.json.decode(msgspec.json.encode(options))
+
+
+def _check_alike(here: dict[str, Any], first: dict[str, Any]) -> None:
+    different = [f"{name} is {here.get(name)}, not {first[name]}" for name in first if here.get(name) != first[name]]
+    if different:
+        raise ValueError(f"all ranks must be asked for the same; here, unlike rank 0's, {'; '.join(different)}")
 
 
 def _crew(place: Place, config: EngineConfig, task: Task, coming: list[Other]) -> Crew:

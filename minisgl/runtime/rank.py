@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ from minisgl.runtime.pieces import piece_sizes
 from minisgl.runtime.runner import ModelRunner
 from minisgl.runtime.warmup import warm_up, warm_up_graphs
 from minisgl.source.hub import ModelFolder, Report
-from minisgl.source.model_config import ModelConfig, read_model_config
+from minisgl.source.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from minisgl.profiling.capture import RankRecording
@@ -191,15 +191,14 @@ def _memory_errors(what: str, way_out: str) -> Iterator[None]:
 
 def task_of(place: Place, config: EngineConfig, folder: ModelFolder, model: ModelConfig) -> Task:
     """What a process must know to be one of the ranks."""
-    return Task(place, asdict(config), str(folder.path), folder.name, model.max_position)
+    return Task(place, asdict(config), str(folder.path), folder.name, model)
 
 
 def work(task: Task) -> None:
     """Be another rank than the first: build what it builds, and run what it sends, until it has no more."""
     config, folder = EngineConfig(**task.config), ModelFolder(Path(task.folder), task.name, sampling_defaults={})
-    model = replace(read_model_config(folder.path, warn=False), max_position=task.max_position)
     with join(task.place, config, task) as (ranks, line):
-        runner = build_rank(config, folder, model, ranks, lambda *_: note_step(line)).runner
+        runner = build_rank(config, folder, task.model, ranks, lambda *_: note_step(line)).runner
 
         @cache
         def recording() -> "RankRecording":

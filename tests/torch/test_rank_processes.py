@@ -258,17 +258,38 @@ def test_torchrun_starts_ranks_too(model, tmp_path):
     assert done.stdout.strip() == expected(model)  # of rank 0 alone
 
 
+def two_hosts(*asked: list[str]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of the first host and of the second, each asked for that."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = [sys.executable, "-c", ASK]
+    together = ["tp=4", "nnodes=2", f"dist_init_addr=127.0.0.1:{port}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    hosts = [
+        subprocess.Popen([*common, *each, *together, f"node_rank={rank}"], **pipes)
+        for rank, each in reversed(list(enumerate(asked)))
+    ]
+    ended = [(*host.communicate(timeout=100), host.returncode) for host in hosts]
+    return [(code, out, errors) for out, errors, code in reversed(ended)]
+
+
 def test_two_hosts_are_one_engine(tiny_model):
     """Each starts two ranks, and the first of the second host asks for the same engine as the first of all."""
     model = str(tiny_model("Qwen3ForCausalLM"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = [sys.executable, "-c", ASK, model, "tp=4", "nnodes=2", f"dist_init_addr=127.0.0.1:{port}"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    second, first = (subprocess.Popen([*common, f"node_rank={rank}"], **pipes) for rank in (1, 0))
-    (out, errors), (nothing, other_errors) = (host.communicate(timeout=100) for host in (first, second))
-    assert (first.returncode, second.returncode) == (0, 0), (errors, other_errors)
+    (code, out, errors), (other_code, nothing, other_errors) = two_hosts([model], [model])
+    assert (code, other_code) == (0, 0), (errors, other_errors)
     assert (out.strip(), nothing) == (expected(model), "")
+
+
+def test_hosts_that_are_asked_for_different_engines_say_so(tiny_model):
+    """They would wait for each other for ever, or compute what is neither's."""
+    model, other = str(tiny_model("Qwen3ForCausalLM")), str(tiny_model("Qwen3ForCausalLM", intermediate_size=48))
+    (code, _, errors), (other_code, _, other_errors) = two_hosts([model], [other, "max_running_requests=7"])
+    assert (code, other_code) == (1, 1)
+    said = other_errors.splitlines()[-1]
+    different = "max_running_requests is 7, not 256; the model's intermediate_size is 48, not 96"
+    assert said.endswith(f"here, unlike rank 0's, {different}"), other_errors
+    assert errors.splitlines()[-1].endswith("has closed its connection: its own terminal says why"), errors
 
 
 def test_torchrun_starts_no_command_whose_engine_is_a_process_of_its_own(model):
