@@ -12,6 +12,8 @@ from minisgl.kernels.activation import silu_and_mul_reference
 from minisgl.kernels.compiler import dependent_launch, power_of_two, tl, triton
 from minisgl.kernels.norm import add_rms_norm_reference, rms_norm_reference
 
+_MANY_ROWS = 16_384
+
 Norm = tuple[Tensor, float]
 """Weight [K] and eps of the RMSNorm before a projection."""
 
@@ -55,7 +57,7 @@ def project_fused(
     total = x if delta is None else torch.empty_like(x)
     out = torch.empty(1, rows, dtype=x.dtype, device=x.device)
     block = min(power_of_two(size), 2048)
-    at_once = 8 if rows > 16_384 else 2  # few, so that every processor has some; more where there are enough
+    at_once = 8 if rows > _MANY_ROWS else 2  # few, so that every processor has some; more where there are enough
     norm_weight, eps = norm or (None, 0.0)
     pdl, options = dependent_launch(x.device)
     options |= {"num_warps": max(1, at_once * block // 1024)}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from minisgl.kernels import one_row
 from minisgl.kernels.one_row import project_fused, project_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,9 +46,10 @@ def test_it_is_the_reference(kind, size, rows, dtype):
     )
 
 
-def test_of_many_rows_none_is_forgotten():
-    check(32, 16_387, torch.float32)
-    check(32, 2 * 16_389, torch.float32, gated=True)
+def test_of_many_rows_none_is_forgotten(monkeypatch):
+    monkeypatch.setattr(one_row, "_MANY_ROWS", 64)
+    check(32, 67, torch.float32)
+    check(32, 2 * 69, torch.float32, gated=True)
 
 
 @pytest.mark.gpu
