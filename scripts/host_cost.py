@@ -1,10 +1,13 @@
-"""Print what the engine costs the host: a decode step with a device that takes no time, and a long prefix match.
+"""Print what the engine costs the host: a decode step with a device that takes no time, a batch on its way to another
+rank, and a long prefix match.
 
 python scripts/host_cost.py
 """
 
+import socket
 import statistics
 import time
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,6 +16,7 @@ from minisgl.cache.radix import RadixCache
 from minisgl.config import SamplingParams
 from minisgl.engine import Engine
 from minisgl.generation import NEUTRAL
+from minisgl.parallel.line import pack, receive
 from minisgl.request import Int32, Request
 from minisgl.scheduler import Scheduler
 
@@ -32,14 +36,18 @@ class Tokens:
 class NoDevice:
     """A runner whose every token is 1."""
 
+    batch: Batch
+
     def launch(self, batch: Batch) -> Tokens:
+        self.batch = batch
         return Tokens(np.ones(int(batch.samples.sum()), dtype=np.int32))
 
 
-def decode_step_us(overlap: bool) -> list[float]:
-    """Microseconds of each step that only decodes, with 256 requests running."""
+def decoding(overlap: bool) -> tuple[Engine, NoDevice]:
+    """An engine all of whose requests decode, and its device."""
     scheduler = Scheduler(num_slots=RUNNING, num_pages=40_000, page_size=16, context=4096, chunk_size=8192)
-    engine = Engine(scheduler, NoDevice(), overlap)
+    device = NoDevice()
+    engine = Engine(scheduler, device, overlap)
     sampling = SamplingParams(temperature=0.6, ignore_eos=True).with_defaults(NEUTRAL)
     rng = np.random.default_rng(0)
     for key in range(RUNNING):
@@ -57,6 +65,12 @@ def decode_step_us(overlap: bool) -> list[float]:
         )
     while engine.stats().running < RUNNING or scheduler._prefilling:
         engine.step()
+    return engine, device
+
+
+def decode_step_us(overlap: bool) -> list[float]:
+    """Microseconds of each step that only decodes, with 256 requests running."""
+    engine, _ = decoding(overlap)
     times = []
     for _ in range(900):
         start = time.perf_counter()
@@ -64,6 +78,28 @@ def decode_step_us(overlap: bool) -> list[float]:
         times.append((time.perf_counter() - start) * 1e6)
         assert len(committed.keys) == RUNNING
     return times
+
+
+def to_another_rank_us() -> tuple[int, list[list[float]]]:
+    """Bytes of such a batch as a message, and microseconds: to pack it, to send it, and to receive and unpack it."""
+    engine, device = decoding(overlap=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as line:
+        there, _ = listener.accept()
+        there.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        size, times = 0, []
+        with there, line.makefile("rb") as messages:
+            for _ in range(900):
+                engine.step()
+                moments = [time.perf_counter()]
+                message = pack(device.batch)
+                moments.append(time.perf_counter())
+                there.sendall(message)
+                moments.append(time.perf_counter())
+                assert isinstance(receive(messages), Batch)
+                moments.append(time.perf_counter())
+                size = len(message)
+                times.append([(end - begin) * 1e6 for begin, end in pairwise(moments)])
+    return size, [list(each) for each in zip(*times, strict=True)]
 
 
 def match_ms(page_size: int, pieces: int) -> list[float]:
@@ -94,6 +130,12 @@ def main() -> None:
             f"decode step, {RUNNING} running, overlap {'on' if overlap else 'off'}: median "
             f"{statistics.median(times):.0f} us, p99 {sorted(times)[int(len(times) * 0.99)]:.0f} us"
         )
+    size, times = to_another_rank_us()
+    packed, sent, received = map(statistics.median, times)
+    print(
+        f"batch of {RUNNING} to another rank, {size:,} bytes: median {packed:.0f} us to pack, {sent:.0f} us to send, "
+        f"{received:.0f} us to receive and unpack"
+    )
     for page_size in (1, 16, 64):
         for pieces in (1, 20, 150):
             times = match_ms(page_size, pieces)

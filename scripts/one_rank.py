@@ -3,7 +3,7 @@
     python scripts/one_rank.py bench --config bench_configs/offline-256-qwen3-32b-tp2.toml
     python scripts/one_rank.py profile --model bench_configs/models/qwen3-32b --load-format dummy --tp 2 --batch 256
 
-Every command of minisgl that has an engine of its own; `--tp`, or the file's, says of how many ranks this is the first.
+`run`, `bench` without a server, and `profile`; `--tp`, or the file's, says of how many ranks this is the first.
 All kernels, shapes and steps are those of that rank, except that sums over all ranks are left out: what several GPUs
 take beyond this is their communication. So it bounds what they can reach. The tokens mean nothing.
 """

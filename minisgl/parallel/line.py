@@ -1,6 +1,7 @@
 """What rank 0 tells the others: batches, and now and then an order, over a socket to each."""
 
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import IO, Any
 
 import msgspec
@@ -41,9 +42,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
+@cache
+def _nobody() -> Joins:
+    return Joins.greedy(np.empty(0, np.int32))
+
+
 def _built(kind: Any, plain: Any) -> Any:
     if plain is None:
-        return Joins.greedy(np.empty(0, np.int32))
+        return _nobody()
     if is_dataclass(kind):
         return kind(*(_built(field.type, each) for field, each in zip(fields(kind), plain, strict=True)))  # pyright: ignore
     if isinstance(plain, list):
