@@ -1,5 +1,6 @@
 """Scheduler: admission, chunked prefill, retraction, and the bookkeeping of what a step brought."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -296,31 +297,34 @@ class Scheduler:
         for slot in self._prefilling:
             if budget:
                 budget -= launch(slot)
+        ahead = self._pages_ahead() if len(self.queue) else 0
         while budget and self.slots.num_free and self._steps >= self._blocked_until:
             request = self.queue.select()
             if request is None:
                 break
-            slot = self._admit(request)
+            slot = self._admit(request, ahead)
             if slot is None:
                 self._blocked_until = self._steps + RETRY_STEPS
                 break
+            ahead += self._pages_for(int(self.slots.limit[slot] - self.slots.total[slot]))
             joined.append(slot)
             budget -= launch(slot)
         return chunks, joined
 
-    def _admit(self, request: Request) -> int | None:
-        """Give a request a slot and pages for all its known tokens, if they and what will be needed soon fit."""
+    def _admit(self, request: Request, ahead: int) -> int | None:
+        """Give a request a slot and pages for all its known tokens, if they and what will be needed soon fit.
+
+        `ahead` are the pages that running requests will still begin.
+        """
         known = request.known
         # At least one token must be computed; all of them, where the prompt is to be scored.
         node, cached = self.cache.match(known[:-1] if request.sampling.prompt_logprobs is None else NO_TOKENS)
         self.cache.lock(node)
         need = -(-len(known) // self.page_size) - len(cached)
         wanted = need
-        if self.slots.held.any():  # alone it fits: that is what the context limit means
-            ahead = request.max_tokens - len(request.output)
-            wanted += max(self._pages_ahead(np.array([ahead])), 1 if request.retractions else 0)
-            active = self.slots.active
-            wanted += self._pages_ahead((self.slots.limit - self.slots.total)[active])
+        if self.slots.num_held:  # alone it fits: that is what the context limit means
+            own = self._pages_for(request.max_tokens - len(request.output))
+            wanted += max(own, 1 if request.retractions else 0) + ahead
         if wanted > self.pool.free + self.cache.evictable:
             self.cache.unlock(node)
             return None
@@ -334,8 +338,13 @@ class Scheduler:
             self._hit_tokens += request.cached_tokens
         return slot
 
-    def _pages_ahead(self, remaining: NDArray[np.signedinteger]) -> int:
-        """Pages that requests will still begin, if they use the expected share of their remaining tokens."""
+    def _pages_for(self, remaining: int) -> int:
+        """Pages that a request will still begin, if it uses the expected share of its remaining tokens."""
+        return math.ceil(self._demand.share * remaining / self.page_size)
+
+    def _pages_ahead(self) -> int:
+        """The same of all that run."""
+        remaining = (self.slots.limit - self.slots.total)[self.slots.active]
         return int(np.ceil(self._demand.share * remaining / self.page_size).sum())
 
     # Pages
