@@ -1,5 +1,5 @@
-"""Print what the engine costs the host: a decode step with a device that takes no time, a batch on its way to another
-rank, and a long prefix match.
+"""Print what the engine costs the host: a decode step and an admission with a device that takes no time, a batch on
+its way to another rank, and a long prefix match.
 
 python scripts/host_cost.py
 """
@@ -10,6 +10,7 @@ import time
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from minisgl.batch import Batch, Outcome
 from minisgl.cache.radix import RadixCache
@@ -43,29 +44,54 @@ class NoDevice:
         return Tokens(np.ones(int(batch.samples.sum()), dtype=np.int32))
 
 
-def decoding(overlap: bool) -> tuple[Engine, NoDevice]:
-    """An engine all of whose requests decode, and its device."""
+def new_engine(overlap: bool) -> tuple[Engine, NoDevice]:
+    """An engine, and its device."""
     scheduler = Scheduler(num_slots=RUNNING, num_pages=40_000, page_size=16, context=4096, chunk_size=8192)
     device = NoDevice()
-    engine = Engine(scheduler, device, overlap)
+    return Engine(scheduler, device, overlap), device
+
+
+def ask(engine: Engine, prompt_lens: NDArray[np.int64], max_tokens: int, seed: int) -> None:
+    """Add a request for each length of a prompt."""
     sampling = SamplingParams(temperature=0.6, ignore_eos=True).with_defaults(NEUTRAL)
-    rng = np.random.default_rng(0)
-    for key in range(RUNNING):
-        prompt = rng.integers(2, 10_000, rng.integers(100, 1024), dtype=np.int32)
+    rng = np.random.default_rng(seed)
+    for number, length in enumerate(prompt_lens.tolist()):
+        key, prompt = seed * RUNNING + number, rng.integers(2, 10_000, length, dtype=np.int32)
         engine.add(
             Request(
                 key=key,
                 prompt=prompt,
-                max_tokens=1024,
+                max_tokens=max_tokens,
                 sampling=sampling,
                 stop_ids=(0,),
                 seed=key,
                 arrival_s=float(key),
             )
         )
-    while engine.stats().running < RUNNING or scheduler._prefilling:
+
+
+def decoding(overlap: bool) -> tuple[Engine, NoDevice]:
+    """An engine all of whose requests decode, and its device."""
+    engine, device = new_engine(overlap)
+    ask(engine, np.random.default_rng(1).integers(100, 1024, RUNNING), 1024, 0)
+    while engine.stats().running < RUNNING or engine.scheduler._prefilling:
         engine.step()
     return engine, device
+
+
+def admission_ms() -> list[float]:
+    """Milliseconds of the step that admits 256 new prompts of 32 tokens."""
+    engine, device = new_engine(overlap=True)
+    times = []
+    for turn in range(20):
+        ask(engine, np.full(RUNNING, 32), 8, turn)
+        start = time.perf_counter()
+        engine.step()
+        times.append((time.perf_counter() - start) * 1e3)
+        assert len(device.batch.slots) == RUNNING
+        while engine.has_work:
+            engine.step()
+    return times
 
 
 def decode_step_us(overlap: bool) -> list[float]:
@@ -130,6 +156,7 @@ def main() -> None:
             f"decode step, {RUNNING} running, overlap {'on' if overlap else 'off'}: median "
             f"{statistics.median(times):.0f} us, p99 {sorted(times)[int(len(times) * 0.99)]:.0f} us"
         )
+    print(f"admit {RUNNING} prompts of 32 tokens: median {statistics.median(admission_ms()):.1f} ms")
     size, times = to_another_rank_us()
     packed, sent, received = map(statistics.median, times)
     print(
