@@ -18,7 +18,7 @@ def in_child(device: str, dtype: str) -> str:
 
     Another process measures, so that nothing stays of it here. ValueError with the reason where it fails.
     """
-    command = [sys.executable, "-P", "-m", "minisgl.profiling.ceilings", device, dtype]
+    command = [sys.executable, "-P", "-m", "minisgl.profiling.ceilings", device, dtype, str(os.getpid())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"the ceilings could not be measured: {(done.stderr.strip().splitlines() or ['?'])[-1]}")

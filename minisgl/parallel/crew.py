@@ -75,13 +75,13 @@ def find_place(config: EngineConfig) -> Place:
     if config.nnodes == 1:
         return Place(0, config.tp, 0, config.tp, "127.0.0.1", 0)
     host, _, port = (config.dist_init_addr or "").rpartition(":")
-    if config.tp % config.nnodes or not (host and port.isdigit()):
+    if config.tp % config.nnodes or not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError(
             f"nnodes={config.nnodes}: tp={config.tp} must be a multiple of it, and dist_init_addr HOST:PORT of the "
             f"first host, got {config.dist_init_addr!r}"
         )
     local_size = config.tp // config.nnodes
-    return Place(config.node_rank * local_size, config.tp, 0, local_size, host, int(port), one_host=False)
+    return Place(config.node_rank * local_size, config.tp, 0, local_size, host.strip("[]"), int(port), one_host=False)
 
 
 class Task(msgspec.Struct):
@@ -249,7 +249,7 @@ class Crew:
 
         threading.Thread(target=work, args=(self._watch,), name="ranks", daemon=True).start()
         begun.wait()
-        self.close = weakref.finalize(self, _close, self._watch)
+        self.close = weakref.finalize(self, _close, self._watch, os.getpid())
         """End the other ranks; safe to call again, and done when nobody has this any more."""
 
     @contextmanager
@@ -268,11 +268,11 @@ class Crew:
             # A rank's end is felt here at once, as some error of its connection, and seen by the thread soon.
             if isinstance(error, RuntimeError | OSError):
                 watch.failed.wait(1.0)
-            if watch.failure is not None and isinstance(error, Exception):
+            ours = f"this rank has failed: {type(error).__name__} {error}".rstrip()
+            if together:  # what the thread is about to find goes first
+                watch.fail(ours, error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+            if watch.failure not in (None, ours) and isinstance(error, Exception):
                 raise ChildProcessError(watch.failure) from error
-            if together:
-                code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-                watch.fail(f"this rank has failed: {type(error).__name__} {error}".rstrip(), code)
             raise
         finally:
             watch.timeout_s, watch.at_work = None, False
@@ -311,8 +311,10 @@ class Crew:
                 line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 if other := coming.pop(rank, None):
                     other.line, other.steps = line, 1
+                    line.sendall(b".")  # it may go on
                 else:
                     line.close()
+                    logger.warning("one has come that is none of ours; its own terminal says why")
 
     def send(self, message: bytes) -> None:
         """Send all ranks a message: a batch or an order, and a step of all."""
@@ -322,7 +324,9 @@ class Crew:
             other.line.sendall(message)
 
 
-def _close(watch: _Watch) -> None:
+def _close(watch: _Watch, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of it
     watch.ended.set()
     with watch.lock:
         watch.end(_END_S)

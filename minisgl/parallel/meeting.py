@@ -14,13 +14,13 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGl
 from torch.distributed.rendezvous import rendezvous
 
 from minisgl.config import EngineConfig
+from minisgl.host import listen, reach
 from minisgl.parallel.crew import START_S, Crew, Other, Place, Task
 from minisgl.parallel.linked import linked_sum
 from minisgl.parallel.ranks import Ranks
 
 _FOREVER = timedelta(days=365)  # torch's own time-outs know nothing of what a rank is doing
-_LEADER = "leader"  # the port where rank 0 waits for the others
-_ASKED = "asked"  # what it has been asked for
+_LEADER = "leader"  # the port where rank 0 waits for the others, and what they must have been told as well
 _OWN = {"model", "revision", "node_rank", "dist_init_addr"}  # fields of the config in which hosts may differ
 
 
@@ -31,9 +31,8 @@ def lead(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
     What is done in here is the start of all: it may take as long as it likes if only some rank gets further.
     """
     store, place = open_store(place)
-    with socket.create_server((place.host, 0), backlog=place.size) as listener:
-        store.set(_ASKED, msgspec.json.encode(_asked(task)).decode())
-        store.set(_LEADER, str(listener.getsockname()[1]))
+    with listen(place.host) as listener:
+        store.set(_LEADER, msgspec.json.encode((listener.getsockname()[1], _asked(task))).decode())
         crew = _crew(place, config, task, [Other(rank) for rank in range(place.local_size, place.size)])
         try:
             with crew.at_work(max(START_S, config.step_timeout), together=True):
@@ -49,27 +48,37 @@ def join(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
     """Start the other ranks of this host, where that is this one's part, and meet all; yields the line to rank 0."""
     if config.device == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
+    if not place.torchrun:
+        reach(place.host, place.port, START_S)  # for torch's own wait heeds no Ctrl-C
     try:
         store, _ = open_store(place)
-        address = (place.host, int(store.get(_LEADER)))
+        port, alike = msgspec.json.decode(store.get(_LEADER))
     except RuntimeError as error:
         raise ConnectionError(f"rank 0 does not answer at {place.host}:{place.port}") from error
-    with closing(socket.create_connection(address)) as line:
+    with closing(socket.create_connection((place.host, port))) as line:
+        asked = _asked(task)
+        differ = [f"{name} is {asked.get(name)}, there {it}" for name, it in alike.items() if asked.get(name) != it]
+        if differ:
+            raise ValueError(f"not the options or the model of the first host: {'; '.join(differ)}")
+        line.sendall(place.rank.to_bytes(4, "little"))
+        if not line.recv(1):
+            raise ValueError(f"rank 0 awaits no rank {place.rank}: node_rank must be another on each host")
         crew = _crew(place, config, task, [Other(0, line=line)])
         with crew.at_work(together=True):
-            line.sendall(place.rank.to_bytes(4, "little"))
-            _check_alike(_asked(task), msgspec.json.decode(store.get(_ASKED)))
             yield make_ranks(place, config, store, line.getsockname()[0], crew.keep), line
         crew.close()
 
 
 def open_store(place: Place) -> tuple[Store, Place]:
-    """The store where all meet, and the place with its port."""
+    """The store where all meet, which rank 0 holds, and the place with its port."""
     patience = timedelta(seconds=START_S)
     if place.torchrun:
         return next(iter(rendezvous("env://", place.rank, place.size, timeout=patience)))[0], place
-    store = TCPStore(place.host, place.port, None, place.rank == 0, patience, wait_for_workers=False)
-    return store, replace(place, port=store.port)
+    fd = None
+    if place.rank == 0:
+        with listen(place.host, place.port) as listener:  # torch's own would listen on all networks
+            place, fd = replace(place, port=listener.getsockname()[1]), listener.detach()
+    return TCPStore(place.host, place.port, None, fd is not None, patience, False, master_listen_fd=fd), place
 
 
 def _asked(task: Task) -> dict[str, Any]:
@@ -77,12 +86,6 @@ def _asked(task: Task) -> dict[str, Any]:
     options = {name: value for name, value in task.config.items() if name not in _OWN}
     options |= {f"the model's {name}": value for name, value in msgspec.to_builtins(task.model).items()}
     return msgspec.json.decode(msgspec.json.encode(options))
-
-
-def _check_alike(here: dict[str, Any], first: dict[str, Any]) -> None:
-    different = [f"{name} is {here.get(name)}, not {first[name]}" for name in first if here.get(name) != first[name]]
-    if different:
-        raise ValueError(f"all ranks must be asked for the same; here, unlike rank 0's, {'; '.join(different)}")
 
 
 def _crew(place: Place, config: EngineConfig, task: Task, coming: list[Other]) -> Crew:

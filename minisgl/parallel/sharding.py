@@ -50,18 +50,13 @@ def heads(count: int, ranks: Ranks) -> Shard:
 
 def check_divisible(model: ModelConfig, size: int) -> None:
     """ValueError, with what could be, unless so many ranks can hold the model: each has whole heads of all kinds."""
-    most = min(model.num_heads, model.intermediate_size, model.vocab_size)
-    possible = [
-        n
-        for n in range(1, most + 1)
-        if model.num_heads % n == 0 and (model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0)
-    ]
+    heads, key_heads = model.num_heads, model.num_kv_heads
+    most = min(heads, model.intermediate_size, model.vocab_size)
+    possible = [n for n in range(1, most + 1) if heads % n == 0 and 0 in (key_heads % n, n % key_heads)]
     if size not in possible:
         *others, last = map(str, possible)
         allowed = f"{', '.join(others)} or {last}" if others else last
-        raise ValueError(
-            f"tp={size}: the model has {model.num_heads} heads and {model.num_kv_heads} key heads: tp may be {allowed}"
-        )
+        raise ValueError(f"tp={size}: the model has {heads} heads and {key_heads} key heads: tp may be {allowed}")
 
 
 def per_rank(model: ModelConfig, size: int) -> ModelConfig:

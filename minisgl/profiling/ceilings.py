@@ -1,4 +1,4 @@
-"""What a device reaches at best, measured: `python -m minisgl.profiling.ceilings DEVICE DTYPE` prints it as JSON.
+"""What a device reaches at best, measured: `python -m minisgl.profiling.ceilings DEVICE DTYPE OWNER` prints it as JSON.
 
 Memory: the better of copying a large buffer (bytes read and written) and of summing it up (bytes read). Matrix
 products: a square one again and again. Of each the best of several stretches, for a ceiling is what is possible.
@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 
 import torch
+
+from minisgl.host import end_with
 
 BUFFER_BYTES = 2**29
 """Several times what caches hold, and little enough to fit beside an engine."""
@@ -47,5 +49,6 @@ def _rate(work: Callable[[], object], amount: float, device: str) -> float:
 
 
 if __name__ == "__main__":
+    end_with(int(sys.argv[3]))
     with torch.inference_mode():
         print(json.dumps(measure(sys.argv[1], getattr(torch, sys.argv[2]))))

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"minisgl", "source", "host"},
     "profiling": {
         *("bench", "doctor", "build", "engine", "generation", "scheduler", "server", "request", "batch", "source"),
-        *("parallel", "config"),
+        *("parallel", "host", "config"),
     },
     "llm": {"build", "engine", "scheduler", "generation", "results", "request", "tokenizer", "source", "config"},
     "generation": {"request", "results", "batch", "tokenizer", "config"},
@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("model", "attention", "kernels", "parallel", "source", "request", "batch", "host", "config"),
         "profiling",  # of ranks that follow, which rank 0 tells to record
     },
-    "parallel": {"source", "batch", "config"},
+    "parallel": {"source", "batch", "host", "config"},
     "kernels": set(),
     "attention": {"kernels", "batch", "host", "config"},
     "model": {"attention", "kernels", "parallel", "source", "batch", "config"},

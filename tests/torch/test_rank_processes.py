@@ -258,38 +258,123 @@ def test_torchrun_starts_ranks_too(model, tmp_path):
     assert done.stdout.strip() == expected(model)  # of rank 0 alone
 
 
-def two_hosts(*asked: list[str]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of the first host and of the second, each asked for that."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = [sys.executable, "-c", ASK]
-    together = ["tp=4", "nnodes=2", f"dist_init_addr=127.0.0.1:{port}"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    hosts = [
-        subprocess.Popen([*common, *each, *together, f"node_rank={rank}"], **pipes)
-        for rank, each in reversed(list(enumerate(asked)))
-    ]
-    ended = [(*host.communicate(timeout=100), host.returncode) for host in hosts]
-    return [(code, out, errors) for out, errors, code in reversed(ended)]
-
-
 def test_two_hosts_are_one_engine(tiny_model):
     """Each starts two ranks, and the first of the second host asks for the same engine as the first of all."""
     model = str(tiny_model("Qwen3ForCausalLM"))
-    (code, out, errors), (other_code, nothing, other_errors) = two_hosts([model], [model])
-    assert (code, other_code) == (0, 0), (errors, other_errors)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = [sys.executable, "-c", ASK, model, "tp=4", "nnodes=2", f"dist_init_addr=127.0.0.1:{port}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    second, first = (subprocess.Popen([*common, f"node_rank={rank}"], **pipes) for rank in (1, 0))
+    (out, errors), (nothing, other_errors) = (host.communicate(timeout=100) for host in (first, second))
+    assert (first.returncode, second.returncode) == (0, 0), (errors, other_errors)
     assert (out.strip(), nothing) == (expected(model), "")
 
 
-def test_hosts_that_are_asked_for_different_engines_say_so(tiny_model):
+def start_host(model: str, port: int, rank: int, *options: str) -> subprocess.Popen[str]:
+    """One of two hosts that ask for the same engine."""
+    fields = ["tp=2", "nnodes=2", f"node_rank={rank}", f"dist_init_addr=127.0.0.1:{port}", *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", ASK, model, *fields], **pipes)
+
+
+def test_a_host_with_other_options_or_another_model_is_refused_and_may_come_again(model, tiny_model):
     """They would wait for each other for ever, or compute what is neither's."""
-    model, other = str(tiny_model("Qwen3ForCausalLM")), str(tiny_model("Qwen3ForCausalLM", intermediate_size=48))
-    (code, _, errors), (other_code, _, other_errors) = two_hosts([model], [other, "max_running_requests=7"])
-    assert (code, other_code) == (1, 1)
-    said = other_errors.splitlines()[-1]
-    different = "max_running_requests is 7, not 256; the model's intermediate_size is 48, not 96"
-    assert said.endswith(f"here, unlike rank 0's, {different}"), other_errors
-    assert errors.splitlines()[-1].endswith("has closed its connection: its own terminal says why"), errors
+    other = str(tiny_model("LlamaForCausalLM", num_key_value_heads=4, intermediate_size=48))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    first = start_host(model, port, 0)
+    _, errors = start_host(other, port, 1, "page_size=32").communicate(timeout=60)
+    differ = "page_size is 32, there 16; the model's intermediate_size is 48, there 96"
+    assert errors.splitlines()[-1].endswith(f"not the options or the model of the first host: {differ}"), errors
+    second = start_host(model, port, 1)
+    out, errors = first.communicate(timeout=60)
+    assert (first.returncode, second.wait(10)) == (0, 0), errors
+    assert out.strip() == expected(model)
+    for pipe in (second.stdout, second.stderr):
+        assert pipe is not None
+        pipe.close()
+
+
+WAIT = """
+import os, signal, sys, threading
+from minisgl import LLM
+from minisgl.runtime import rank
+
+def join(*arguments, own=rank.join):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return own(*arguments)
+
+rank.join = join
+LLM(sys.argv[1], device="cpu", tp=2, nnodes=2, node_rank=1, dist_init_addr="127.0.0.1:1")
+"""
+
+
+def test_the_wait_for_the_first_host_ends_with_ctrl_c(model):
+    done = subprocess.run([sys.executable, "-c", WAIT, model], stderr=subprocess.PIPE, timeout=30, check=False)
+    assert done.returncode == -signal.SIGINT, done.stderr
+
+
+def test_an_address_that_is_not_of_the_first_host_is_said(model):
+    with pytest.raises(ValueError, match=r"^cannot listen at 192\.0\.2\.1:2345, no free port of this host: Cannot"):
+        engine(model, nnodes=2, dist_init_addr="192.0.2.1:2345")
+
+
+def test_a_rank_says_that_rank_0_has_gone_and_not_what_its_sums_made_of_that(monkeypatch):
+    monkeypatch.setattr(crew, "_TELL_S", 2.0)
+    line, other_side = socket.socketpair()
+    ranks = crew.Crew([crew.Other(0, line=line)], [], on_device=False)
+
+    def work() -> None:
+        with ranks.at_work(together=True):
+            other_side.close()
+            time.sleep(0.5)
+            raise RuntimeError("connection reset by peer")
+
+    with pytest.raises(ChildProcessError, match=r"^rank 0 has closed its connection"):
+        work()
+    ranks.close()
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses, as Linux writes them, where a process listens for TCP connections."""
+    own = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {fields[1].split(":")[0] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own}
+
+
+def test_ranks_of_one_host_listen_on_its_loopback_alone(model, started):
+    with engine(model):
+        addresses = [listening(pid) for pid in (os.getpid(), started[0].pid)]
+        assert addresses == [{"0100007F"}] * 2
+
+
+FORKED = """
+import os, sys
+from minisgl import LLM, SamplingParams
+with LLM(sys.argv[1], dtype="float32", device="cpu", max_model_len=512, tp=2) as llm:
+    if (child := os.fork()) == 0:
+        sys.exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    print(len(llm.generate([[3, 4, 5]], SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids))
+"""
+
+
+def test_a_fork_of_the_process_that_ends_does_not_end_its_ranks(model):
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "5\n"), done.stderr
+
+
+def test_what_measures_a_device_ends_with_the_process_that_wants_to_know():
+    script = "from minisgl.bench.ceilings import in_child; in_child('cpu', 'float32')"
+    with subprocess.Popen([sys.executable, "-c", script]) as owner:
+        until_s = time.monotonic() + 30
+        while not (found := children(owner.pid, "minisgl.profiling.ceilings")):
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        owner.kill()
+    wait_until_gone(found)
 
 
 def test_torchrun_starts_no_command_whose_engine_is_a_process_of_its_own(model):
@@ -300,11 +385,10 @@ def test_torchrun_starts_no_command_whose_engine_is_a_process_of_its_own(model):
     assert "Error: torchrun cannot start this, whose engine is a process of its own: use --tp" in done.stderr
 
 
-def child(pid: int, module: str) -> int:
-    """The child of a process that runs a module."""
+def children(pid: int, module: str) -> list[int]:
+    """The children of a process that run a module."""
     pids = [int(pid) for file in Path(f"/proc/{pid}/task").glob("*/children") for pid in file.read_text().split()]
-    (found,) = (pid for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text())
-    return found
+    return [pid for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def test_a_server_that_has_nothing_to_do_ends_with_a_rank_that_is_killed(model):
@@ -312,8 +396,8 @@ def test_a_server_that_has_nothing_to_do_ends_with_a_rank_that_is_killed(model):
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         said = next((line for line in server.stderr if "ready at" in line), "")
-        engine_pid = child(server.pid, "minisgl.server.worker")
-        rank_pid = child(engine_pid, "minisgl.runtime.rank")
+        (engine_pid,) = children(server.pid, "minisgl.server.worker")
+        (rank_pid,) = children(engine_pid, "minisgl.runtime.rank")
         os.kill(rank_pid, signal.SIGKILL)
         said += server.stderr.read()
         assert server.wait(10) == 1, said

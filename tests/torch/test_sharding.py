@@ -97,6 +97,7 @@ def test_what_cannot_be_parted_is_refused_with_what_could_be(tiny_model):
         ({"tp": 3, "nnodes": 2, "dist_init_addr": "a:1"}, r"nnodes=2: tp=3 must be a multiple"),
         ({"tp": 2, "nnodes": 2}, r"dist_init_addr HOST:PORT of the first host, got None"),
         ({"tp": 2, "nnodes": 2, "dist_init_addr": "alone"}, r"got 'alone'"),
+        ({"tp": 2, "nnodes": 2, "dist_init_addr": "a:65536"}, r"got 'a:65536'"),
         ({"tp": 2, "nnodes": 2, "node_rank": 2}, r"node_rank=2: it must be less than nnodes=2"),
     ],
 )
