@@ -84,8 +84,8 @@ def open_store(place: Place) -> tuple[Store, Place]:
 def _asked(task: Task) -> dict[str, Any]:
     """What must be the same for all ranks, as JSON has it."""
     options = {name: value for name, value in task.config.items() if name not in _OWN}
-    options |= {f"the model's {name}": value for name, value in msgspec.to_builtins(task.model).items()}
-    return msgspec.json.decode(msgspec.json.encode(options))
+    model = {f"the model's {name}": value for name, value in msgspec.to_builtins(task.model).items()}
+    return msgspec.json.decode(msgspec.json.encode(options | model))
 
 
 def _crew(place: Place, config: EngineConfig, task: Task, coming: list[Other]) -> Crew:

@@ -322,7 +322,7 @@ class Scheduler:
         self.cache.lock(node)
         need = -(-len(known) // self.page_size) - len(cached)
         wanted = need
-        if self.slots.num_held:  # alone it fits: that is what the context limit means
+        if self.slots.num_free < self.num_slots:  # alone it fits: that is what the context limit means
             own = self._pages_for(request.max_tokens - len(request.output))
             wanted += max(own, 1 if request.retractions else 0) + ahead
         if wanted > self.pool.free + self.cache.evictable:

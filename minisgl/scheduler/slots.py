@@ -41,10 +41,6 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def num_held(self) -> int:
-        return len(self.held) - len(self._free)
-
     def join(self, request: Request, node: Node, cached: Int32, fresh: Int32) -> int:
         """Give a request a row, with the cached pages of its prefix and fresh pages for the rest of what it has."""
         slot = self._free.pop()

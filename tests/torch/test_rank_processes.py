@@ -366,9 +366,20 @@ def test_a_fork_of_the_process_that_ends_does_not_end_its_ranks(model):
     assert (done.returncode, done.stdout) == (0, "5\n"), done.stderr
 
 
-def test_what_measures_a_device_ends_with_the_process_that_wants_to_know():
-    script = "from minisgl.bench.ceilings import in_child; in_child('cpu', 'float32')"
-    with subprocess.Popen([sys.executable, "-c", script]) as owner:
+HANGS = """#!{python}
+import runpy, sys, time, torch
+torch.ones = lambda *_, **__: time.sleep(60)
+sys.argv = sys.argv[3:]  # without -P -m
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_what_measures_a_device_ends_with_the_process_that_wants_to_know(tmp_path):
+    file = tmp_path / "python"
+    file.write_text(HANGS.format(python=sys.executable))
+    file.chmod(0o755)
+    script = "import sys\nfrom minisgl.bench.ceilings import in_child\nsys.executable = sys.argv[1]\nin_child('cpu', '-')"
+    with subprocess.Popen([sys.executable, "-c", script, str(file)]) as owner:
         until_s = time.monotonic() + 30
         while not (found := children(owner.pid, "minisgl.profiling.ceilings")):
             assert time.monotonic() < until_s
