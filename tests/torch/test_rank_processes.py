@@ -378,7 +378,9 @@ def test_what_measures_a_device_ends_with_the_process_that_wants_to_know(tmp_pat
     file = tmp_path / "python"
     file.write_text(HANGS.format(python=sys.executable))
     file.chmod(0o755)
-    script = "import sys\nfrom minisgl.bench.ceilings import in_child\nsys.executable = sys.argv[1]\nin_child('cpu', '-')"
+    script = (
+        "import sys\nfrom minisgl.bench.ceilings import in_child\nsys.executable = sys.argv[1]\nin_child('cpu', '-')"
+    )
     with subprocess.Popen([sys.executable, "-c", script, str(file)]) as owner:
         until_s = time.monotonic() + 30
         while not (found := children(owner.pid, "minisgl.profiling.ceilings")):
