@@ -135,6 +135,8 @@ def build_engine(
     if place.size == 1:
         built = build_rank(config, folder, model_config, ALONE, report)
         return Engine(_scheduler(config, built), built.runner, bool(config.overlap))
+    if report is not None and not place.one_host:
+        report("waiting for the other hosts", 0, None)
     if place.rank > 0:
         work(task_of(place, config, folder, model_config))
         raise SystemExit(0)

@@ -31,6 +31,8 @@ def lead(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
     What is done in here is the start of all: it may take as long as it likes if only some rank gets further.
     """
     store, place = open_store(place)
+    if place.torchrun and store.check([_LEADER]):
+        raise ValueError("torchrun's other ranks have ended with their first engine: a script has one there")
     with listen(place.host) as listener:
         store.set(_LEADER, msgspec.json.encode((listener.getsockname()[1], _asked(task))).decode())
         crew = _crew(place, config, task, [Other(rank) for rank in range(place.local_size, place.size)])

@@ -258,6 +258,25 @@ def test_torchrun_starts_ranks_too(model, tmp_path):
     assert done.stdout.strip() == expected(model)  # of rank 0 alone
 
 
+TWICE = """
+import sys
+from minisgl import LLM
+for _ in range(2):
+    LLM(sys.argv[1], dtype="float32", device="cpu", max_model_len=512, tp=2).close()
+    print("closed", flush=True)
+"""
+
+
+def test_a_second_engine_under_torchrun_is_refused(model, tmp_path):
+    """The other ranks have ended with the first."""
+    (tmp_path / "twice.py").write_text(TWICE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*torchrun, str(tmp_path / "twice.py"), model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (1, "closed\n"), done.stderr
+    assert "have ended with their first engine: a script has one there" in done.stderr
+
+
 def test_two_hosts_are_one_engine(tiny_model):
     """Each starts two ranks, and the first of the second host asks for the same engine as the first of all."""
     model = str(tiny_model("Qwen3ForCausalLM"))
