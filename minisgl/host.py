@@ -1,11 +1,9 @@
-"""What this host gives the process: memory, within its cgroup, CPU instructions, a compiler, addresses, an owner."""
+"""What this host gives the process: memory, within its cgroup, CPU instructions, a compiler for the GPU, an owner."""
 
 import ctypes
 import os
 import shutil
 import signal
-import socket
-import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,26 +16,6 @@ def end_with(owner: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:  # it ended before the kernel knew
         os._exit(1)
-
-
-def listen(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens at an address of this host, and there alone; ValueError where it cannot."""
-    try:
-        return socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
-    except OSError as error:
-        raise ValueError(f"cannot listen at {host}:{port}, no free port of this host: {error.strerror}") from error
-
-
-def reach(host: str, port: int, within_s: float) -> None:
-    """Wait until something listens at an address; ConnectionError, with the reason, where nothing does in time."""
-    until_s = time.monotonic() + within_s
-    while True:
-        try:
-            return socket.create_connection((host, port), 2.0).close()
-        except OSError as error:
-            if time.monotonic() > until_s:
-                raise ConnectionError(f"nobody answers at {host}:{port}: {error}") from error
-        time.sleep(0.2)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class DecodeAttention:
         """`decode_attention_reference` in one kernel, in bfloat16 or float16; `lengths` are those of the plan."""
         rows, num_heads, head_size = q.shape
         _, page_size, num_kv_heads, _ = keys.shape
-        split = rows * num_kv_heads <= self._programs  # every head of a row is in several parts
+        split = rows * num_kv_heads <= self._programs  # a program for each head at least, and so its parts are many
         parts = _JOINED // self._queries if split and self._queries <= MOST_QUERIES_OF_FEW_ROWS else 1
         page_stride, entry_stride, head_stride, _ = keys.stride()
         assert keys.stride() == values.stride() and keys.stride(3) == 1

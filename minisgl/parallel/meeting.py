@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -14,7 +15,6 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGl
 from torch.distributed.rendezvous import rendezvous
 
 from minisgl.config import EngineConfig
-from minisgl.host import listen, reach
 from minisgl.parallel.crew import START_S, Crew, Other, Place, Task
 from minisgl.parallel.linked import linked_sum
 from minisgl.parallel.ranks import Ranks
@@ -33,7 +33,7 @@ def lead(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
     store, place = open_store(place)
     if place.torchrun and store.check([_LEADER]):
         raise ValueError("torchrun's other ranks have ended with their first engine: a script has one there")
-    with listen(place.host) as listener:
+    with _listen(place.host) as listener:
         store.set(_LEADER, msgspec.json.encode((listener.getsockname()[1], _asked(task))).decode())
         crew = _crew(place, config, task, [Other(rank) for rank in range(place.local_size, place.size)])
         try:
@@ -51,7 +51,7 @@ def join(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
     if config.device == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
     if not place.torchrun:
-        reach(place.host, place.port, START_S)  # for torch's own wait heeds no Ctrl-C
+        _reach(place.host, place.port, START_S)  # for torch's own wait heeds no Ctrl-C
     try:
         store, _ = open_store(place)
         port, alike = msgspec.json.decode(store.get(_LEADER))
@@ -78,9 +78,29 @@ def open_store(place: Place) -> tuple[Store, Place]:
         return next(iter(rendezvous("env://", place.rank, place.size, timeout=patience)))[0], place
     fd = None
     if place.rank == 0:
-        with listen(place.host, place.port) as listener:  # torch's own would listen on all networks
+        with _listen(place.host, place.port) as listener:  # torch's own would listen on all networks
             place, fd = replace(place, port=listener.getsockname()[1]), listener.detach()
     return TCPStore(place.host, place.port, None, fd is not None, patience, False, master_listen_fd=fd), place
+
+
+def _listen(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens at an address of this host, and there alone; ValueError where it cannot."""
+    try:
+        return socket.create_server((host, port), family=socket.getaddrinfo(host, port)[0][0])
+    except OSError as error:
+        raise ValueError(f"cannot listen at {host}:{port}, no free port of this host: {error.strerror}") from error
+
+
+def _reach(host: str, port: int, within_s: float) -> None:
+    """Wait until something listens at an address; ConnectionError, with the reason, where nothing does in time."""
+    until_s = time.monotonic() + within_s
+    while True:
+        try:
+            return socket.create_connection((host, port), 2.0).close()
+        except OSError as error:
+            if time.monotonic() > until_s:
+                raise ConnectionError(f"nobody answers at {host}:{port}: {error}") from error
+        time.sleep(0.2)
 
 
 def _asked(task: Task) -> dict[str, Any]:

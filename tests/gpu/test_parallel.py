@@ -121,7 +121,7 @@ with LLM.from_config(config, lambda what, *_: come_to(what)) as llm:
 
 @pytest.mark.parametrize("moment", ["start", "loading", "warming up", "capturing CUDA graphs", "steps"])
 @pytest.mark.parametrize(("rank", "signal"), [(0, "SIGKILL"), (1, "SIGKILL"), (1, "SIGSTOP")])
-def test_whichever_rank_is_lost_and_when_all_end(rank, signal, moment, stored_qwen3):
+def test_whichever_rank_is_lost_and_when_all_end_and_free_the_gpus(rank, signal, moment, stored_qwen3):
     command = [sys.executable, "-c", LOST, stored_qwen3, str(rank), moment, signal]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     if rank == 0:
@@ -132,3 +132,6 @@ def test_whichever_rank_is_lost_and_when_all_end(rank, signal, moment, stored_qw
         assert said in done.stderr.splitlines()[-1], done.stderr
     (pid,) = map(int, done.stdout.split())
     wait_for(lambda: not is_alive(pid), "the end of rank 1")
+    for device in range(GPUS):
+        free, total = torch.cuda.mem_get_info(device)
+        assert total - free < 8 << 30, f"GPU {device} holds {(total - free) >> 20} MiB"

@@ -113,9 +113,12 @@ class ServerProcess:
         wait_for(lambda: not any(map(is_alive, self._seen)), "the end of every part")
         wait_for(lambda: not [*self.sockets.iterdir()], "the removal of the sockets' folder")
         if hasattr(self, "url"):
-            port = urlsplit(self.url).port
-            assert port
-            wait_for(lambda: can_listen(port), "the port to be free")  # the kernel may be at it still
+            place = urlsplit(self.url)
+            assert place.port
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT are nobody's
+                probe.bind(("127.0.0.1", place.port))
+                probe.listen()
         return code
 
 
@@ -139,16 +142,6 @@ def is_alive(pid: int) -> bool:
 def kill(pid: int, number: signal.Signals) -> None:
     if is_alive(pid):
         os.kill(pid, number)
-
-
-def can_listen(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections in TIME_WAIT are nobody's
-        with suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            probe.listen()
-            return True
-    return False
 
 
 def free_port() -> int:

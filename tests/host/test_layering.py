@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("model", "attention", "kernels", "parallel", "source", "request", "batch", "host", "config"),
         "profiling",  # of ranks that follow, which rank 0 tells to record
     },
-    "parallel": {"source", "batch", "host", "config"},
+    "parallel": {"source", "batch", "config"},
     "kernels": set(),
     "attention": {"kernels", "batch", "host", "config"},
     "model": {"attention", "kernels", "parallel", "source", "batch", "config"},

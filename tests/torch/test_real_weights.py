@@ -73,7 +73,8 @@ def confirm(folder, prompts):
                 with torch.inference_mode():
                     scores = model(torch.tensor([[*prompt, *answer]]), logits_to_keep=len(answer) + 1).logits[0, :-1]
                 assert answer == scores.argmax(dim=-1).tolist(), f"prompt {number}"
-                assert len(answer) == NEW_TOKENS or answer[-1] == model.config.eos_token_id
+                end = model.config.eos_token_id
+                assert end not in answer[:-1] and (len(answer) == NEW_TOKENS or answer[-1] == end)
                 known[number] = answer
 
     return check
