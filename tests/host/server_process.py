@@ -131,12 +131,18 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be reaped does not."""
+    """Whether any thread of a process runs; one that only waits to be reaped does not.
+
+    The first may have ended, and look so from outside, while others still hold what the process has open.
+    """
+    return any(map(_runs, Path(f"/proc/{pid}/task").glob("*/stat")))
+
+
+def _runs(stat: Path) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state not in "ZX"
 
 
 def kill(pid: int, number: signal.Signals) -> None:

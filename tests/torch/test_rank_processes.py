@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from server_process import is_alive
 
 from minisgl import LLM, EngineConfig, SamplingParams
 from minisgl.parallel import crew, meeting
@@ -40,17 +41,9 @@ def engine(model: str, report=None, **fields) -> LLM:
     return LLM.from_config(EngineConfig(model=model, **fields), report)
 
 
-def is_there(pid: int) -> bool:
-    """Whether it runs; what nobody has waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def wait_until_gone(pids, within_s=10.0) -> None:
     until_s = time.monotonic() + within_s
-    while left := [pid for pid in pids if is_there(pid)]:
+    while left := [pid for pid in pids if is_alive(pid)]:
         assert time.monotonic() < until_s, f"still there: {left}"
         time.sleep(0.05)
 
@@ -62,7 +55,7 @@ def killed(rank: int, process: subprocess.Popen[bytes]) -> str:
 def test_an_engine_that_is_closed_leaves_nothing(model, started):
     with engine(model) as llm:
         assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=3, ignore_eos=True))) == 3
-        assert is_there(started[0].pid)
+        assert is_alive(started[0].pid)
     assert [process.returncode for process in started] == [0]  # it was done, and not killed
 
 
