@@ -6,12 +6,13 @@ which size is measured at the start. NVLink's multicast is left alone.
 
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group, _SymmetricMemory
+from torch._C import _distributed_c10d as c10d
 
 from minisgl.parallel.ranks import Ranks
 
@@ -23,7 +24,7 @@ _CALLS, _REPLAYS = 20, 5
 Sum = Callable[[Tensor], Tensor]
 
 
-def linked_sum(ranks: Ranks, store: Store, dtype: torch.dtype) -> "LinkedSum | None":
+def linked_sum(ranks: Ranks, store: c10d.Store, dtype: torch.dtype) -> "LinkedSum | None":
     """What sums small tensors of a type; None, on all ranks, where there is no such memory, or no use in it."""
     device = torch.device("cuda", torch.cuda.current_device())
     sees_all = all(torch.cuda.can_device_access_peer(device.index, i) for i in range(ranks.size) if i != device.index)
@@ -43,19 +44,17 @@ def linked_sum(ranks: Ranks, store: Store, dtype: torch.dtype) -> "LinkedSum | N
 class LinkedSum:
     """A buffer that all ranks see. A kernel begins when all have put in what is theirs, and ends when all have read."""
 
-    def __init__(self, ranks: Ranks, store: Store, dtype: torch.dtype, device: torch.device) -> None:
-        assert ranks.group is not None
+    def __init__(self, ranks: Ranks, store: c10d.Store, dtype: torch.dtype, device: torch.device) -> None:
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when the first such memory is made
-        # torch finds groups by name, and another engine of this process must have another: rank 0 makes one up.
-        if ranks.rank == 0:
-            store.set("linked", f"minisgl-{os.getpid()}-{os.urandom(8).hex()}")
-        self._group: Any = store.get("linked").decode()
-        ranks.group._set_group_name(self._group)
-        _register_process_group(self._group, ranks.group)
-        _SymmetricMemory.set_group_info(self._group, ranks.rank, ranks.size, PrefixStore(self._group, store))
-        size = _LARGEST_BYTES // dtype.itemsize
-        self._buffer: Tensor = _SymmetricMemory.empty_strided_p2p((size,), (1,), dtype, device)
-        self._handle = _SymmetricMemory.rendezvous(self._buffer, self._group)
+        # torch finds a group by its name, while there is one: another engine of this process has another.
+        self._group: Any = f"minisgl-{os.urandom(8).hex()}"
+        exchanges, memory = Exchanges(store), c10d._SymmetricMemory
+        self._members = c10d.ProcessGroup(exchanges, ranks.rank, ranks.size)
+        c10d._register_process_group(self._group, self._members)
+        memory.set_group_info(self._group, ranks.rank, ranks.size, exchanges)
+        self._buffer: Tensor = memory.empty_strided_p2p((_LARGEST_BYTES // dtype.itemsize,), (1,), dtype, device)
+        self._handle = memory.rendezvous(self._buffer, self._group)
+        exchanges.store = c10d.HashStore()  # torch keeps what it was told for good, and must not keep rank 0's port
         self._operations: Any = torch.ops.symm_mem
         self._best: list[Sum | None] = []
         self.times_s: dict[int, Mapping[str, float]] = {}
@@ -81,9 +80,8 @@ class LinkedSum:
     def measure(self, ranks: Ranks) -> None:
         """Choose for each size what is fastest here, alike on all ranks, of what gives the right sum."""
         device, dtype = self._buffer.device, self._buffer.dtype
-        ways: dict[str, Sum] = {"one shot": self.one_shot}
-        if ranks.size in (2, 4, 8):
-            ways["two shots"] = self.two_shots
+        two_shots = {"two shots": self.two_shots} if ranks.size in (2, 4, 8) else {}
+        ways: dict[str, Sum] = {"one shot": self.one_shot} | two_shots
         numbers = (torch.arange(4096, device=device) % 4 * (ranks.rank + 1)).to(dtype)
         right = ranks.all_reduce(numbers.clone())
         ways = {name: way for name, way in ways.items() if ranks.least(torch.equal(way(numbers), right), device)}
@@ -94,6 +92,38 @@ class LinkedSum:
             self.times_s[x.nbytes] = times
             self._best.append(ways.get(min(times, key=times.__getitem__)))
         logger.debug("all-reduce, in seconds by bytes: %s", self.times_s)
+
+
+class Exchanges(c10d.Store):
+    """A store through which torch's symmetric memory meets: its exchanges are numbered from 0.
+
+    Torch numbers them through a process's life. So one that has had an engine would wait for numbers that ranks which
+    have just been started never come to.
+    """
+
+    def __init__(self, store: c10d.Store) -> None:
+        super().__init__()
+        self.store, self._numbers = store, dict[str, int]()
+
+    def _key(self, key: str) -> str:
+        """Of a key like prefix/number, whatever follows."""
+        return re.sub(r"(?<=/)\d+", lambda it: str(self._numbers.setdefault(it[0], len(self._numbers))), key, count=1)
+
+    def set(self, key: str, value: str) -> None:
+        """As the store."""
+        self.store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        """As the store: waits until there is one."""
+        return self.store.get(self._key(key))
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        """As the store, with the store's own time-out."""
+        self.store.wait([self._key(key) for key in keys])
+
+    def add(self, key: str, value: int) -> int:
+        """As the store."""
+        return self.store.add(self._key(key), value)
 
 
 def seconds(way: Sum, x: Tensor) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from server_process import is_alive, wait_for
+from server_process import is_alive, listening, wait_for
 
 from minisgl import LLM, SamplingParams
 
@@ -76,6 +76,17 @@ def test_bfloat16_log_probabilities_are_within_the_spread_of_one_gpu(qwen3):
     exact, alone, both = seen(dtype="float32"), seen(dtype="bfloat16"), seen(dtype="bfloat16", tp=2)
     print(f"mean distance to float32: {distance(alone, exact):.5f} on one GPU, {distance(both, exact):.5f} on two")
     assert distance(both, exact) <= 1.5 * distance(alone, exact)
+
+
+def test_engines_of_one_process_follow_each_other_and_keep_no_port(stored_qwen3):
+    """Torch keeps some of what it knows of an engine for as long as the process lives."""
+    before, params = listening(os.getpid()), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    said = []
+    for _ in range(2):
+        ((answer, *_),) = answers(stored_qwen3, params, dtype="bfloat16", cuda_graph=False, tp=2)
+        said.append(answer.token_ids)
+        assert listening(os.getpid()) == before
+    assert said[0] == said[1]
 
 
 def test_all_reduce_over_memory_that_both_see_is_measured_and_right():

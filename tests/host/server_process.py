@@ -145,6 +145,13 @@ def _runs(stat: Path) -> bool:
         return False
 
 
+def listening(pid: int) -> set[str]:
+    """The addresses and ports, as Linux writes them, where a process listens for TCP connections."""
+    own = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {fields[1] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own}
+
+
 def kill(pid: int, number: signal.Signals) -> None:
     if is_alive(pid):
         os.kill(pid, number)

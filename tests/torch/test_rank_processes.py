@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from server_process import is_alive
+from server_process import is_alive, listening
 
 from minisgl import LLM, EngineConfig, SamplingParams
 from minisgl.parallel import crew, meeting
@@ -52,11 +52,14 @@ def killed(rank: int, process: subprocess.Popen[bytes]) -> str:
     return rf"^rank {rank} \(pid {process.pid}\) ended with signal SIGKILL"
 
 
-def test_an_engine_that_is_closed_leaves_nothing(model, started):
-    with engine(model) as llm:
-        assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=3, ignore_eos=True))) == 3
-        assert is_alive(started[0].pid)
-    assert [process.returncode for process in started] == [0]  # it was done, and not killed
+def test_engines_of_one_process_follow_each_other_and_leave_nothing(model, started):
+    before = listening(os.getpid())
+    for _ in range(2):
+        with engine(model) as llm:
+            assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=3, ignore_eos=True))) == 3
+            assert is_alive(started[-1].pid)
+        assert started[-1].returncode == 0  # it was done, and not killed
+        assert listening(os.getpid()) == before
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
@@ -348,16 +351,9 @@ def test_a_rank_says_that_rank_0_has_gone_and_not_what_its_sums_made_of_that(mon
     ranks.close()
 
 
-def listening(pid: int) -> set[str]:
-    """The addresses, as Linux writes them, where a process listens for TCP connections."""
-    own = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    return {fields[1].split(":")[0] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own}
-
-
 def test_ranks_of_one_host_listen_on_its_loopback_alone(model, started):
     with engine(model):
-        addresses = [listening(pid) for pid in (os.getpid(), started[0].pid)]
+        addresses = [{address.split(":")[0] for address in listening(pid)} for pid in (os.getpid(), started[0].pid)]
         assert addresses == [{"0100007F"}] * 2
 
 

@@ -3,10 +3,12 @@
 import dataclasses
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore, PrefixStore
 
 from minisgl.batch import Batch, Joins, Ragged
 from minisgl.build import resolve, resolve_kernels
@@ -15,6 +17,7 @@ from minisgl.kernels.gumbel import choose_fused, find_fused, sample
 from minisgl.model.decoder import Decoder
 from minisgl.model.weights import _places, dummy_weights, load_weights
 from minisgl.parallel.line import pack, receive, unpack
+from minisgl.parallel.linked import Exchanges
 from minisgl.parallel.ranks import ALONE, Ranks
 from minisgl.parallel.sharding import Shard, Vocabulary, check_divisible, heads, shards
 from minisgl.source.model_config import read_model_config
@@ -184,6 +187,25 @@ def test_a_line_that_breaks_within_a_message_has_no_more():
         with ours:
             ours.sendall(pack(some_batch())[:50])
         assert receive(theirs.makefile("rb")) is None
+
+
+def test_exchanges_of_torch_are_one_whatever_the_numbers_that_processes_have_come_to():
+    """By the keys and calls of its symmetric memory, from C++; a process that has had engines has come further."""
+    store = HashStore()
+
+    def meet(rank: int, first: int) -> list[list[bytes]]:
+        exchanges, got = Exchanges(store), []
+        line = PrefixStore("all", exchanges)
+        for number in range(first, first + 3):
+            line.set(f"CUDASymmetricMemory/{number}/{rank}", f"{number - first} of {rank}")
+            got.append(line.multi_get([f"CUDASymmetricMemory/{number}/{each}" for each in range(3)]))
+            line.barrier(f"CUDASymmetricMemory/{number + 3}", 3)
+        return got
+
+    with ThreadPoolExecutor() as pool:
+        ranks = [pool.submit(meet, rank, first) for rank, first in enumerate([9, 0, 100])]
+        for rank in ranks:
+            assert rank.result(20) == [[f"{number} of {each}".encode() for each in range(3)] for number in range(3)]
 
 
 @pytest.mark.parametrize("size", [2, 3])
