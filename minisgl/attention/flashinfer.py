@@ -65,11 +65,6 @@ def has_xqa(shape: Shape) -> bool:
     )
 
 
-def few_rows(kv: KVCache, shape: Shape, scale: float) -> Phase | None:
-    """XQA, for a backend that has nothing better for few rows; None where it can't run."""
-    return _XQA(kv, scale) if supports(shape, "decode") is None and has_xqa(shape) else None
-
-
 def phases(kv: KVCache, shape: Shape, scale: float) -> tuple[Phase, Phase]:
     """Prefill by FlashAttention 3 on Hopper and 2 elsewhere; decode by XQA where it supports the shape."""
     memory = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=kv.memory.device)  # of what runs in turn

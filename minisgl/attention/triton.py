@@ -1,17 +1,11 @@
-"""Our own kernel for decoding, `kernels.decode_attention`.
-
-Few rows of many query heads to a key head run by XQA, where FlashInfer has it.
-"""
+"""Our own kernel for decoding, `kernels.decode_attention`."""
 
 import torch
 from torch import Tensor
 
 from minisgl.attention.base import KVCache, Phase, PhaseName, Shape, Step
-from minisgl.attention.flashinfer import few_rows
 from minisgl.kernels.compiler import triton
-from minisgl.kernels.decode_attention import MOST_QUERIES_OF_FEW_ROWS, DecodeAttention
-
-_FEW_ROWS = 32  # up to here XQA is as fast or faster
+from minisgl.kernels.decode_attention import DecodeAttention
 
 
 def supports(shape: Shape, phase: PhaseName) -> str | None:
@@ -33,8 +27,7 @@ def supports(shape: Shape, phase: PhaseName) -> str | None:
 
 def phases(kv: KVCache, shape: Shape, scale: float) -> tuple[None, Phase]:
     """Decode alone."""
-    few = few_rows(kv, shape, scale) if shape.group > MOST_QUERIES_OF_FEW_ROWS else None
-    return None, _Decode(kv, shape, scale, few)
+    return None, _Decode(kv, shape, scale)
 
 
 class _Decode:
@@ -42,24 +35,19 @@ class _Decode:
 
     plans_on_host = False
 
-    def __init__(self, kv: KVCache, shape: Shape, scale: float, few: Phase | None) -> None:
-        self._kv, self._scale, self._few = kv, scale, few
+    def __init__(self, kv: KVCache, shape: Shape, scale: float) -> None:
+        self._kv, self._scale = kv, scale
         self._run = DecodeAttention(shape.num_heads, shape.num_kv_heads, shape.head_size, kv.memory.device)
         self._tables = self._lengths = kv.memory.new_empty(0)
 
     def plan(self, step: Step) -> None:
         """Keep in view what the kernel reads."""
         n = step.batch.num_decode
-        if self._few is not None and n <= _FEW_ROWS:
-            self._few.plan(step)
-        else:
-            self._tables, self._lengths = step.tables[:n], step.kv_len[:n]
-            self._run.plan(self._lengths, self._kv.page_size)
+        self._tables, self._lengths = step.tables[:n], step.kv_len[:n]
+        self._run.plan(self._lengths, self._kv.page_size)
 
     def forward(self, layer: int, q: Tensor, out: Tensor | None) -> Tensor:
         """[t, H, D] to [t, H, D]."""
-        if self._few is not None and len(q) <= _FEW_ROWS:
-            return self._few.forward(layer, q, out)
         keys, values = self._kv.pages(layer)
         out = torch.empty_like(q) if out is None else out
         return self._run(q, keys, values, self._tables, self._lengths, self._scale, out)

@@ -16,9 +16,8 @@ _TILE = 64  # tokens
 _REGISTERS = 168  # a thread: what lets so many programs fit
 _ROWS = 256  # whose lengths are looked at together
 _LEAST_GROUP = 16  # rows of a matrix product
-_JOINED = 64  # parts of a query that are joined at once, among all queries of a key head
-MOST_QUERIES_OF_FEW_ROWS = 2
-"""To a key head: where few rows' many parts are joined at once, which for more takes longer than it saves."""
+_JOINED, _MOST_JOINED = 32, 8  # parts at once: those of so many queries, and so many at most, for the registers' sake
+_MOST_PARTS = 48  # of a row's key head, but where rows are few and long: to join more takes longer than it saves
 _LOG2_E = 1.4426950408889634
 
 
@@ -41,17 +40,16 @@ class DecodeAttention:
         """Share the rows' tiles out, once a step, on the device: `lengths` int32 [B], each at least 1."""
         _share_kernel[(self._programs,)](
             lengths, len(lengths), self._num_kv_heads, self._shares,
-            min(_TILE, page_size), _ROWS,  # pyright: ignore[reportArgumentType]
+            _MOST_PARTS, min(_TILE, page_size), _ROWS,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
 
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, scale: float, out: Tensor
     ) -> Tensor:
         """`decode_attention_reference` in one kernel, in bfloat16 or float16; `lengths` are those of the plan."""
-        rows, num_heads, head_size = q.shape
+        _, num_heads, head_size = q.shape
         _, page_size, num_kv_heads, _ = keys.shape
-        split = rows * num_kv_heads <= self._programs  # a program for each head at least, and so its parts are many
-        parts = _JOINED // self._queries if split and self._queries <= MOST_QUERIES_OF_FEW_ROWS else 1
+        parts = max(2, min(_MOST_JOINED, _JOINED // self._queries))
         page_stride, entry_stride, head_stride, _ = keys.stride()
         assert keys.stride() == values.stride() and keys.stride(3) == 1
         assert q.stride(1) == head_size and q.stride(2) == 1 and out.is_contiguous()
@@ -99,38 +97,36 @@ if triton is not None:
         return ((tl.load(lengths + at, mask=at < rows, other=0) + TILE - 1) // TILE).to(tl.int64)
 
     @triton.jit
-    def _join(top, total, sums, other_top, other_total, other_sums):
-        """Two parts of a softmax as one: largest score [G], sum of exponentials [G], weighted values [G, D]."""
-        joined = tl.maximum(top, other_top)
-        ours, theirs = tl.exp2(top - joined), tl.exp2(other_top - joined)
-        return joined, total * ours + other_total * theirs, sums * ours[:, None] + other_sums * theirs[:, None]
-
-    @triton.jit
-    def _join_at_once(
-        part_sums, part_scales, first, last, G,
+    def _join(
+        part_sums, part_scales, first, last,
         GROUP: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
     ):  # fmt: skip
-        """What the parts of programs `first` to `last` make together, [QUERIES, D]; PARTS of them are read at once."""
+        """What the parts of programs `first` to `last` make together, [QUERIES, D]; PARTS of them are read at once.
+
+        Each thread adds up elements of its own. That is why this is a `for` and no part a tensor of parts: through a
+        `while` Triton does not see which layout is wanted, and each part's scales would pass through shared memory.
+        """
         query = tl.arange(0, QUERIES)
+        at = query[:, None] * D + tl.arange(0, D)[None, :]
         top = tl.full((QUERIES,), -1e30, tl.float32)  # largest score
         total = tl.zeros((QUERIES,), tl.float32)  # sum of exponentials
         sums = tl.zeros((QUERIES, D), tl.float32)  # weighted values
-        begin = first
-        while begin <= last:
-            program = begin + tl.arange(0, PARTS)
-            part = 2 * program + (program == first)  # that at the end of a share, in all programs but the first
-            at = part[:, None] * GROUP + query[None, :]
-            there = (program <= last)[:, None] & (query < G)[None, :]  # [parts, queries]
-            tops = tl.load(part_scales + 2 * at, mask=there, other=-1e30)
-            totals = tl.load(part_scales + 2 * at + 1, mask=there, other=1)
-            at_sums = at[:, :, None] * D + tl.arange(0, D)[None, None, :]
-            others = tl.load(part_sums + at_sums, mask=there[:, :, None], other=0)
-            new_top = tl.maximum(top, tl.max(tops, axis=0))
-            shrink, weights = tl.exp2(top - new_top), tl.exp2(tops - new_top[None, :])
-            total = total * shrink + tl.sum(totals * weights, axis=0)
-            sums = sums * shrink[:, None] + tl.sum(others * weights[:, :, None], axis=0)
+        for begin in range(first, last + 1, PARTS):
+            new_top = top
+            for ahead in tl.static_range(PARTS):
+                program = tl.minimum(begin + ahead, last)
+                part = (2 * program + (program == first)) * GROUP  # at the end of a share, in all but the first
+                new_top = tl.maximum(new_top, tl.load(part_scales + 2 * (part + query)))
+            shrink = tl.exp2(top - new_top)
+            total, sums = total * shrink, sums * shrink[:, None]
+            for ahead in tl.static_range(PARTS):
+                program = tl.minimum(begin + ahead, last)
+                part = (2 * program + (program == first)) * GROUP
+                weight = tl.exp2(tl.load(part_scales + 2 * (part + query)) - new_top)
+                weight = tl.where(begin + ahead <= last, weight, 0)
+                total += tl.load(part_scales + 2 * (part + query) + 1) * weight
+                sums += tl.load(part_sums + part * D + at) * weight[:, None]
             top = new_top
-            begin += PARTS
         return sums / total[:, None]
 
     @triton.jit
@@ -142,15 +138,18 @@ if triton is not None:
         )  # fmt: skip
 
     @triton.jit(do_not_specialize=["rows", "K"])
-    def _share_kernel(lengths, rows, K, shares, TILE: tl.constexpr, ROWS: tl.constexpr):
-        """Where a program's share begins: the row, and the row's first tile; behind all, how many tiles there are."""
+    def _share_kernel(
+        lengths, rows, K, shares, MOST_PARTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
+    ):  # fmt: skip
+        """Where a program's share begins: the row, and the row's first tile; behind all, how many tiles and shares."""
         program = tl.program_id(0).to(tl.int64)
         total_tiles = tl.zeros((), tl.int64)
         block = 0
         while block < rows:
             total_tiles += tl.sum(_count_tiles(lengths, block, rows, TILE, ROWS), axis=0) * K
             block += ROWS
-        programs = tl.minimum(tl.num_programs(0), total_tiles)  # that have a share, each of at least one tile
+        # That have a share, each of at least one tile.
+        programs = tl.minimum(tl.minimum(tl.num_programs(0), rows * K * MOST_PARTS), total_tiles)
         begin = total_tiles * program // programs
         row = tl.zeros((), tl.int64)  # that holds the tile `begin`; beyond all where there is no share
         row_begin = tl.zeros((), tl.int64)  # its first tile
@@ -167,6 +166,7 @@ if triton is not None:
         tl.store(shares + 2 * program + 1, row_begin)
         if program == 0:
             tl.store(shares + 2 * tl.num_programs(0), total_tiles)
+            tl.store(shares + 2 * tl.num_programs(0) + 1, programs)
 
     @triton.jit(do_not_specialize=["table_stride", "K", "G"])
     def _decode_attention_kernel(
@@ -178,15 +178,14 @@ if triton is not None:
         """A share of all tiles per program; they count by row, then key head, then place."""
         program = tl.program_id(0).to(tl.int64)
         # Not waited for: between the plan and a layer there is a kernel that is launched as usual, the embedding.
-        total_tiles = tl.load(shares + 2 * tl.num_programs(0))
+        of_all = shares + 2 * tl.num_programs(0)
+        total_tiles, programs = tl.load(of_all), tl.load(of_all + 1)
         row, row_begin = tl.load(shares + 2 * program), tl.load(shares + 2 * program + 1)
-        programs = tl.minimum(tl.num_programs(0), total_tiles)  # that have a share, each of at least one tile
         begin = total_tiles * program // programs
         end = tl.minimum(total_tiles * (program + 1) // programs, total_tiles)
         if PDL:
-            if PARTS > 1:
-                tl.extra.cuda.gdc_launch_dependents()  # pyright: ignore[reportAttributeAccessIssue]
-            if PARTS > 1 and begin < end:  # what is not there yet, the newest token's, passes through the L2 as well
+            tl.extra.cuda.gdc_launch_dependents()  # pyright: ignore[reportAttributeAccessIssue]
+            if begin < end:  # what is not there yet, the newest token's, passes through the L2 as well
                 count = (tl.load(lengths + row) + TILE - 1) // TILE
                 first = (begin - row_begin) % count
                 page = tl.load(tables + row * table_stride + first * TILE // PAGE_SIZE).to(tl.int64)
@@ -242,29 +241,11 @@ if triton is not None:
                 others = tl.atomic_add(done + from_program, 1, sem="acq_rel")
                 if others == to_program - from_program:
                     tl.debug_barrier()
-                    if PARTS > 1:
-                        joined = _join_at_once(
-                            part_sums, part_scales, from_program, to_program, G, GROUP, QUERIES, PARTS, D
-                        )  # [queries, D]
-                        joined_query = tl.arange(0, QUERIES)[:, None]
-                        joined_target = out + row * (K * G * D) + (head * G + joined_query) * D + lane
-                        tl.store(joined_target, joined.to(out.dtype.element_ty), mask=joined_query < G)
-                    else:
-                        top = tl.full((GROUP,), -1e30, tl.float32)
-                        total = tl.zeros((GROUP,), tl.float32)
-                        sums = tl.zeros((GROUP, D), tl.float32)
-                        other = from_program
-                        while other <= to_program:
-                            part = (2 * other + (other == from_program)) * GROUP
-                            of_query = (part + tl.arange(0, GROUP)) * 2
-                            top, total, sums = _join(
-                                top, total, sums,
-                                tl.load(part_scales + of_query, volatile=True),
-                                tl.load(part_scales + of_query + 1, volatile=True),
-                                tl.load(part_sums + (part + query) * D + lane, mask=exists, other=0, volatile=True),
-                            )  # fmt: skip
-                            other += 1
-                        tl.store(target, (sums / total[:, None]).to(out.dtype.element_ty), mask=exists)
+                    first_part, last_part = from_program.to(tl.int32), to_program.to(tl.int32)
+                    joined = _join(part_sums, part_scales, first_part, last_part, GROUP, QUERIES, PARTS, D)
+                    joined_query = tl.arange(0, QUERIES)[:, None]  # fewer than of a matrix product
+                    joined_target = out + row * (K * G * D) + (head * G + joined_query) * D + lane
+                    tl.store(joined_target, joined.to(out.dtype.element_ty), mask=joined_query < G)
                     tl.store(done + from_program, 0)
             begin += stop - first
             if begin == row_begin + K * count:

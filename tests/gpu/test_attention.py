@@ -8,17 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention import triton
 from minisgl.attention.base import KVCache, PagedAttention, Shape, Step
 from minisgl.attention.choose import attention, why_not
 from minisgl.batch import Batch, Joins
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _our_kernel_runs_few_rows_too(monkeypatch):
-    monkeypatch.setattr(triton, "_FEW_ROWS", 0)
 
 
 Row = tuple[int, int]  # query tokens, length with them

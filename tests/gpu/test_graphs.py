@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from minisgl import LLM, SamplingParams
-from minisgl.attention import triton
 from minisgl.engine import Engine
 from minisgl.generation import NEUTRAL
 from minisgl.request import Request
@@ -45,16 +44,18 @@ def test_graphs_of_every_batch_size_equal_eager_in_float32(qwen3):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "few_rows"), [(1, 32), (64, 32), (64, 1)], ids=["planned on the host", "XQA", "our kernel"]
+    ("page_size", "backend"),
+    [(1, "auto"), (64, "flashinfer"), (64, "flashinfer,triton")],
+    ids=["planned on the host", "XQA", "our kernel"],
 )
-def test_log_probabilities_of_graphs_are_those_of_eager_in_bfloat16(qwen3, monkeypatch, page_size, few_rows):
+def test_log_probabilities_of_graphs_are_those_of_eager_in_bfloat16(qwen3, page_size, backend):
     """Of the first token that a decode step draws; page size 1 runs FlashInfer's own decode kernel."""
-    monkeypatch.setattr(triton, "_FEW_ROWS", few_rows)
     params = replace(GREEDY, max_tokens=2, logprobs=20)
     folder = qwen3()
     seen = []
     for graphs in (True, False):
         fields = {"max_model_len": 2048, "num_pages": 64_000 // page_size, "page_size": page_size, "cache": "none"}
+        fields["attention_backend"] = backend
         with LLM(folder, load_format="dummy", cuda_graph=graphs, cuda_graph_max_bs=12, **fields) as llm:
             outs = [out for n in (*range(1, 14),) for out in llm.generate(some_prompts(n, 1, 900, seed=n), params)]
         seen.append([out.outputs[0] for out in outs])

@@ -15,6 +15,7 @@ import torch
 from server_process import is_alive, listening, wait_for
 
 from minisgl import LLM, SamplingParams
+from minisgl.parallel import crew
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 GPUS = torch.cuda.device_count()
@@ -78,15 +79,22 @@ def test_bfloat16_log_probabilities_are_within_the_spread_of_one_gpu(qwen3):
     assert distance(both, exact) <= 1.5 * distance(alone, exact)
 
 
-def test_engines_of_one_process_follow_each_other_and_keep_no_port(stored_qwen3):
+def test_engines_of_one_process_follow_each_other_and_keep_no_port(stored_qwen3, monkeypatch):
     """Torch keeps some of what it knows of an engine for as long as the process lives."""
     before, params = listening(os.getpid()), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    said = []
+    said, started = [], []
+
+    def start(task, words, own=crew._start):
+        started.append(own(task, words))
+        return started[-1]
+
+    monkeypatch.setattr(crew, "_start", start)
     for _ in range(2):
         ((answer, *_),) = answers(stored_qwen3, params, dtype="bfloat16", cuda_graph=False, tp=2)
         said.append(answer.token_ids)
         assert listening(os.getpid()) == before
     assert said[0] == said[1]
+    assert [process.returncode for process in started] == [0, 0]  # they were done, and neither killed nor broken
 
 
 def test_all_reduce_over_memory_that_both_see_is_measured_and_right():

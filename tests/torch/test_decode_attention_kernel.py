@@ -1,4 +1,4 @@
-"""The kernel that decodes many rows, against its reference: interpreted on a CPU, compiled on a GPU."""
+"""The kernel that decodes, against its reference: interpreted on a CPU, compiled on a GPU."""
 
 from importlib import import_module
 
@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minisgl.kernels import decode_attention
 from minisgl.kernels.decode_attention import DecodeAttention, decode_attention_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -87,6 +88,13 @@ def test_rows_in_parts_are_joined_whatever_ends_first(order):
     rows.check()
 
 
+@pytest.mark.parametrize("most_parts", [1, 2, 5])
+def test_few_long_rows_are_in_no_more_parts_than_pay(most_parts, monkeypatch):
+    monkeypatch.setattr(decode_attention, "_MOST_PARTS", most_parts)
+    Rows([900]).check()
+    Rows([500, 40], num_kv_heads=3).check()
+
+
 def test_many_short_rows():
     Rows([1] * 40).check()
 
@@ -112,9 +120,10 @@ def test_shares_are_equal_however_many_rows_there_are(count):
     shares = kernel._shares.tolist()
     tiles = [-(-length // 64) * num_kv_heads for length in lengths.tolist()]
     total, programs = sum(tiles), len(shares) - 1
-    assert shares[-1][0] == total
+    used = min(programs, total, count * num_kv_heads * decode_attention._MOST_PARTS)
+    assert shares[-1] == [total, used]
     for program, (row, row_begin) in enumerate(shares[:-1]):
-        begin = total * program // min(programs, total)
+        begin = total * program // used
         if begin < total:
             assert row_begin == sum(tiles[:row]) <= begin < row_begin + tiles[row]
 
