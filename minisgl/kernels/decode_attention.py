@@ -17,7 +17,7 @@ _REGISTERS = 168  # a thread: what lets so many programs fit
 _ROWS = 256  # whose lengths are looked at together
 _LEAST_GROUP = 16  # rows of a matrix product
 _JOINED, _MOST_JOINED = 32, 8  # parts at once: those of so many queries, and so many at most, for the registers' sake
-_MOST_PARTS = 48  # of a row's key head, but where rows are few and long: to join more takes longer than it saves
+_PARTS_PER_ROOT = 3  # of a row, to the square root of its tiles, at most: reading it takes as long as joining it then
 _LOG2_E = 1.4426950408889634
 
 
@@ -37,10 +37,13 @@ class DecodeAttention:
         self._done = torch.zeros(self._programs, dtype=torch.int32, device=device)
 
     def plan(self, lengths: Tensor, page_size: int) -> None:
-        """Share the rows' tiles out, once a step, on the device: `lengths` int32 [B], each at least 1."""
+        """Share the rows' tiles out, once a step, on the device: `lengths` int32 [B], each at least 1.
+
+        Between this and the first call there must be a kernel that is launched as usual (see `dependent_launch`).
+        """
         _share_kernel[(self._programs,)](
             lengths, len(lengths), self._num_kv_heads, self._shares,
-            _MOST_PARTS, min(_TILE, page_size), _ROWS,  # pyright: ignore[reportArgumentType]
+            _PARTS_PER_ROOT, min(_TILE, page_size), _ROWS,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
 
     def __call__(
@@ -139,17 +142,21 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["rows", "K"])
     def _share_kernel(
-        lengths, rows, K, shares, MOST_PARTS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
+        lengths, rows, K, shares, PER_ROOT: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
     ):  # fmt: skip
         """Where a program's share begins: the row, and the row's first tile; behind all, how many tiles and shares."""
         program = tl.program_id(0).to(tl.int64)
         total_tiles = tl.zeros((), tl.int64)
+        longest = tl.zeros((), tl.int64)
         block = 0
         while block < rows:
-            total_tiles += tl.sum(_count_tiles(lengths, block, rows, TILE, ROWS), axis=0) * K
+            tiles = _count_tiles(lengths, block, rows, TILE, ROWS)
+            total_tiles += tl.sum(tiles, axis=0) * K
+            longest = tl.maximum(longest, tl.max(tiles, axis=0))
             block += ROWS
-        # That have a share, each of at least one tile.
-        programs = tl.minimum(tl.minimum(tl.num_programs(0), rows * K * MOST_PARTS), total_tiles)
+        # A row in n parts is read in a time as tiles / n, and joined in one as n: least where n is as tiles' root.
+        least = tl.maximum((tl.sqrt(longest.to(tl.float32)) / PER_ROOT + 0.5).to(tl.int64), 1)
+        programs = tl.minimum(tl.num_programs(0), total_tiles // least)  # that have a share
         begin = total_tiles * program // programs
         row = tl.zeros((), tl.int64)  # that holds the tile `begin`; beyond all where there is no share
         row_begin = tl.zeros((), tl.int64)  # its first tile

@@ -24,7 +24,7 @@ _CALLS, _REPLAYS = 20, 5
 Sum = Callable[[Tensor], Tensor]
 
 
-def linked_sum(ranks: Ranks, store: c10d.Store, dtype: torch.dtype) -> "LinkedSum | None":
+def linked_sum(ranks: Ranks, store: "Exchanges", dtype: torch.dtype) -> "LinkedSum | None":
     """What sums small tensors of a type; None, on all ranks, where there is no such memory, or no use in it."""
     device = torch.device("cuda", torch.cuda.current_device())
     sees_all = all(torch.cuda.can_device_access_peer(device.index, i) for i in range(ranks.size) if i != device.index)
@@ -44,17 +44,19 @@ def linked_sum(ranks: Ranks, store: c10d.Store, dtype: torch.dtype) -> "LinkedSu
 class LinkedSum:
     """A buffer that all ranks see. A kernel begins when all have put in what is theirs, and ends when all have read."""
 
-    def __init__(self, ranks: Ranks, store: c10d.Store, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, ranks: Ranks, store: "Exchanges", dtype: torch.dtype, device: torch.device) -> None:
+        assert ranks.group is not None
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # read when the first such memory is made
-        # torch finds a group by its name, while there is one: another engine of this process has another.
-        self._group: Any = f"minisgl-{os.urandom(8).hex()}"
-        exchanges, memory = Exchanges(store), c10d._SymmetricMemory
-        self._members = c10d.ProcessGroup(exchanges, ranks.rank, ranks.size)
-        c10d._register_process_group(self._group, self._members)
-        memory.set_group_info(self._group, ranks.rank, ranks.size, exchanges)
+        # torch finds groups by name, and another engine of this process must have another: rank 0 makes one up.
+        if ranks.rank == 0:
+            store.set("linked", f"minisgl-{os.getpid()}-{os.urandom(8).hex()}")
+        self._group: Any = store.get("linked").decode()
+        ranks.group._set_group_name(self._group)
+        c10d._register_process_group(self._group, ranks.group)
+        memory, self._store = c10d._SymmetricMemory, store  # torch keeps the half in C++ alone, which needs this one
+        memory.set_group_info(self._group, ranks.rank, ranks.size, store)
         self._buffer: Tensor = memory.empty_strided_p2p((_LARGEST_BYTES // dtype.itemsize,), (1,), dtype, device)
         self._handle = memory.rendezvous(self._buffer, self._group)
-        exchanges.store = c10d.HashStore()  # torch keeps what it was told for good, and must not keep rank 0's port
         self._operations: Any = torch.ops.symm_mem
         self._best: list[Sum | None] = []
         self.times_s: dict[int, Mapping[str, float]] = {}
@@ -80,8 +82,9 @@ class LinkedSum:
     def measure(self, ranks: Ranks) -> None:
         """Choose for each size what is fastest here, alike on all ranks, of what gives the right sum."""
         device, dtype = self._buffer.device, self._buffer.dtype
-        two_shots = {"two shots": self.two_shots} if ranks.size in (2, 4, 8) else {}
-        ways: dict[str, Sum] = {"one shot": self.one_shot} | two_shots
+        ways: dict[str, Sum] = {"one shot": self.one_shot}
+        if ranks.size in (2, 4, 8):
+            ways["two shots"] = self.two_shots
         numbers = (torch.arange(4096, device=device) % 4 * (ranks.rank + 1)).to(dtype)
         right = ranks.all_reduce(numbers.clone())
         ways = {name: way for name, way in ways.items() if ranks.least(torch.equal(way(numbers), right), device)}

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from minisgl.config import EngineConfig
 from minisgl.parallel.crew import START_S, Crew, Other, Place, Task
-from minisgl.parallel.linked import linked_sum
+from minisgl.parallel.linked import Exchanges, linked_sum
 from minisgl.parallel.ranks import Ranks
 
 _FOREVER = timedelta(days=365)  # torch's own time-outs know nothing of what a rank is doing
@@ -125,7 +125,7 @@ def make_ranks(
     It is no part of torch's own list of groups, which has room for one set of ranks in a process. `keep` is given what
     must not be freed where something fails, before it is used.
     """
-    group = ProcessGroup(store, place.rank, place.size)
+    group = ProcessGroup(exchanges := Exchanges(store), place.rank, place.size)
     device, kinds = torch.device(config.device), ProcessGroup.BackendType
     if config.device == "cpu":
         kind, options = kinds.GLOO, ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
@@ -146,4 +146,4 @@ def make_ranks(
     keep(ranks)
     if config.device == "cpu" or not place.one_host:
         return ranks
-    return replace(ranks, sum_small=linked_sum(ranks, store, getattr(torch, config.dtype)))
+    return replace(ranks, sum_small=linked_sum(ranks, exchanges, getattr(torch, config.dtype)))

@@ -1,10 +1,12 @@
 """The kernel that decodes, against its reference: interpreted on a CPU, compiled on a GPU."""
 
 from importlib import import_module
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minisgl.kernels import decode_attention
@@ -88,9 +90,9 @@ def test_rows_in_parts_are_joined_whatever_ends_first(order):
     rows.check()
 
 
-@pytest.mark.parametrize("most_parts", [1, 2, 5])
-def test_few_long_rows_are_in_no_more_parts_than_pay(most_parts, monkeypatch):
-    monkeypatch.setattr(decode_attention, "_MOST_PARTS", most_parts)
+@pytest.mark.parametrize("per_root", [0.1, 1, 3])
+def test_shares_of_any_least_size(per_root, monkeypatch):
+    monkeypatch.setattr(decode_attention, "_PARTS_PER_ROOT", per_root)
     Rows([900]).check()
     Rows([500, 40], num_kv_heads=3).check()
 
@@ -111,21 +113,39 @@ def test_fewer_tiles_than_programs(length):
     Rows([length], num_kv_heads=1).check()
 
 
+def planned(lengths, num_kv_heads):
+    """Tiles of a key head by row, where shares begin among all tiles, and where the plan says that they do."""
+    kernel = DecodeAttention(2 * num_kv_heads, num_kv_heads, 64, DEVICE)
+    kernel.plan(torch.tensor(lengths, dtype=torch.int32, device=DEVICE), 64)
+    *places, (total, programs) = kernel._shares.tolist()
+    tiles = [-(-length // 64) for length in lengths]
+    assert total == sum(tiles) * num_kv_heads
+    least = max(1, int(np.sqrt(np.float32(max(tiles))) / np.float32(3) + np.float32(0.5)))
+    assert programs == min(len(places), total // least)
+    return tiles, [total * program // programs for program in range(programs + 1)], places
+
+
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 1100])
 def test_shares_are_equal_however_many_rows_there_are(count):
     """Against whole numbers of Python's: lengths up to 100k tokens, more rows than are looked at together."""
-    num_kv_heads, kernel = 8, DecodeAttention(16, 8, 64, DEVICE)
-    lengths = torch.randint(1, 100_000, (count,), generator=torch.Generator().manual_seed(count), dtype=torch.int32)
-    kernel.plan(lengths.to(DEVICE), 64)
-    shares = kernel._shares.tolist()
-    tiles = [-(-length // 64) * num_kv_heads for length in lengths.tolist()]
-    total, programs = sum(tiles), len(shares) - 1
-    used = min(programs, total, count * num_kv_heads * decode_attention._MOST_PARTS)
-    assert shares[-1] == [total, used]
-    for program, (row, row_begin) in enumerate(shares[:-1]):
-        begin = total * program // used
-        if begin < total:
-            assert row_begin == sum(tiles[:row]) <= begin < row_begin + tiles[row]
+    generator = torch.Generator().manual_seed(count)
+    tiles, begins, places = planned(torch.randint(1, 100_000, (count,), generator=generator).tolist(), 8)
+    for begin, (row, row_begin) in zip(begins[:-1], places, strict=False):
+        assert row_begin == 8 * sum(tiles[:row]) <= begin < row_begin + 8 * tiles[row]
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(1, 100), max_size=9), st.integers(1, 12_800), st.integers(1, 4), st.booleans())
+def test_a_long_row_is_in_no_more_parts_than_pay_whatever_is_beside_it(monkeypatch, others, longest, heads, first):
+    monkeypatch.setattr(decode_attention, "_PROGRAMS", 12)  # more in all than a row should have
+    lengths = [longest, *others] if first else [*others, longest]
+    tiles, begins, _ = planned(lengths, heads)
+    row = lengths.index(longest)
+    start = heads * sum(tiles[:row])
+    for head in range(heads):
+        begin = start + head * tiles[row]
+        parts = sum(one < begin + tiles[row] and other > begin for one, other in pairwise(begins))
+        assert parts <= max(3 * tiles[row] ** 0.5 * 1.5, 4) + 2  # a third root is rounded to whole tiles
 
 
 def test_what_lies_beyond_a_row_does_not_reach_it():
