@@ -31,7 +31,7 @@ class DecodeAttention:
         group = max(self._queries, _LEAST_GROUP)
         self._shares = torch.empty(self._programs + 1, 2, dtype=torch.int64, device=device)
         parts = 2 * self._programs, group  # a program has two at most: where its share begins, and where it ends
-        self._sums = torch.empty(*parts, head_size, device=device)
+        self._sums = torch.zeros(*parts, head_size, device=device)  # of queries that are not there they stay 0
         self._scales = torch.empty(*parts, 2, device=device)  # largest score, and sum of exponentials
         # How many parts of the one split head that begins in a program's share are there; 0 between calls.
         self._done = torch.zeros(self._programs, dtype=torch.int32, device=device)
