@@ -1,7 +1,8 @@
-"""What all tests share: the markers' meaning, in one place."""
+"""What tests of several folders share, and the markers' meaning, in one place."""
 
 import ctypes
 import os
+import subprocess
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -27,6 +28,21 @@ def _interpreted_loops() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_with_index
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The ranks that are started, as they are."""
+    from minisgl.parallel import crew
+
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: Any, own: Any = crew._start) -> subprocess.Popen[bytes]:
+        processes.append(own(*arguments))
+        return processes[-1]
+
+    monkeypatch.setattr(crew, "_start", start)
+    return processes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

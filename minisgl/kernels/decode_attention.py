@@ -100,6 +100,11 @@ if triton is not None:
         return ((tl.load(lengths + at, mask=at < rows, other=0) + TILE - 1) // TILE).to(tl.int64)
 
     @triton.jit
+    def _part_of(program, first):
+        """Where a program has its part of a head that begins in the share of program `first`, as that one's last."""
+        return 2 * program + (program == first)
+
+    @triton.jit
     def _join(
         part_sums, part_scales, first, last,
         GROUP: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
@@ -117,14 +122,12 @@ if triton is not None:
         for begin in range(first, last + 1, PARTS):
             new_top = top
             for ahead in tl.static_range(PARTS):
-                program = tl.minimum(begin + ahead, last)
-                part = (2 * program + (program == first)) * GROUP  # at the end of a share, in all but the first
+                part = _part_of(tl.minimum(begin + ahead, last), first) * GROUP
                 new_top = tl.maximum(new_top, tl.load(part_scales + 2 * (part + query)))
             shrink = tl.exp2(top - new_top)
             total, sums = total * shrink, sums * shrink[:, None]
             for ahead in tl.static_range(PARTS):
-                program = tl.minimum(begin + ahead, last)
-                part = (2 * program + (program == first)) * GROUP
+                part = _part_of(tl.minimum(begin + ahead, last), first) * GROUP
                 weight = tl.exp2(tl.load(part_scales + 2 * (part + query)) - new_top)
                 weight = tl.where(begin + ahead <= last, weight, 0)
                 total += tl.load(part_scales + 2 * (part + query) + 1) * weight

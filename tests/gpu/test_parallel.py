@@ -15,7 +15,6 @@ import torch
 from server_process import is_alive, listening, wait_for
 
 from minisgl import LLM, SamplingParams
-from minisgl.parallel import crew
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 GPUS = torch.cuda.device_count()
@@ -79,16 +78,10 @@ def test_bfloat16_log_probabilities_are_within_the_spread_of_one_gpu(qwen3):
     assert distance(both, exact) <= 1.5 * distance(alone, exact)
 
 
-def test_engines_of_one_process_follow_each_other_and_keep_no_port(stored_qwen3, monkeypatch):
+def test_engines_of_one_process_follow_each_other_and_keep_no_port(stored_qwen3, started):
     """Torch keeps some of what it knows of an engine for as long as the process lives."""
     before, params = listening(os.getpid()), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    said, started = [], []
-
-    def start(task, words, own=crew._start):
-        started.append(own(task, words))
-        return started[-1]
-
-    monkeypatch.setattr(crew, "_start", start)
+    said = []
     for _ in range(2):
         ((answer, *_),) = answers(stored_qwen3, params, dtype="bfloat16", cuda_graph=False, tp=2)
         said.append(answer.token_ids)

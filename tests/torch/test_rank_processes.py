@@ -9,26 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from server_process import is_alive, listening
+from server_process import free_port, is_alive, listening
 
 from minisgl import LLM, EngineConfig, SamplingParams
 from minisgl.parallel import crew, meeting
 
 PROMPTS = [[3, 4, 5], [6] * 20, [7, 8]]
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-
-
-@pytest.fixture
-def started(monkeypatch) -> list[subprocess.Popen[bytes]]:
-    """The ranks that are started, as they are."""
-    processes = []
-
-    def start(task, words, own=crew._start):
-        processes.append(own(task, words))
-        return processes[-1]
-
-    monkeypatch.setattr(crew, "_start", start)
-    return processes
 
 
 @pytest.fixture
@@ -273,19 +260,6 @@ def test_a_second_engine_under_torchrun_is_refused(model, tmp_path):
     assert "have ended with their first engine: a script has one there" in done.stderr
 
 
-def test_two_hosts_are_one_engine(tiny_model):
-    """Each starts two ranks, and the first of the second host asks for the same engine as the first of all."""
-    model = str(tiny_model("Qwen3ForCausalLM"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = [sys.executable, "-c", ASK, model, "tp=4", "nnodes=2", f"dist_init_addr=127.0.0.1:{port}"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    second, first = (subprocess.Popen([*common, f"node_rank={rank}"], **pipes) for rank in (1, 0))
-    (out, errors), (nothing, other_errors) = (host.communicate(timeout=100) for host in (first, second))
-    assert (first.returncode, second.returncode) == (0, 0), (errors, other_errors)
-    assert (out.strip(), nothing) == (expected(model), "")
-
-
 def start_host(model: str, port: int, rank: int, *options: str) -> subprocess.Popen[str]:
     """One of two hosts that ask for the same engine."""
     fields = ["tp=2", "nnodes=2", f"node_rank={rank}", f"dist_init_addr=127.0.0.1:{port}", *options]
@@ -293,11 +267,20 @@ def start_host(model: str, port: int, rank: int, *options: str) -> subprocess.Po
     return subprocess.Popen([sys.executable, "-c", ASK, model, *fields], **pipes)
 
 
+def test_two_hosts_are_one_engine(tiny_model):
+    """Each starts two ranks, and the first of the second host asks for the same engine as the first of all."""
+    model = str(tiny_model("Qwen3ForCausalLM"))
+    port = free_port()
+    second, first = (start_host(model, port, rank, "tp=4") for rank in (1, 0))
+    (out, errors), (nothing, other_errors) = (host.communicate(timeout=100) for host in (first, second))
+    assert (first.returncode, second.returncode) == (0, 0), (errors, other_errors)
+    assert (out.strip(), nothing) == (expected(model), "")
+
+
 def test_a_host_with_other_options_or_another_model_is_refused_and_may_come_again(model, tiny_model):
     """They would wait for each other for ever, or compute what is neither's."""
     other = str(tiny_model("LlamaForCausalLM", num_key_value_heads=4, intermediate_size=48))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     first = start_host(model, port, 0)
     _, errors = start_host(other, port, 1, "page_size=32").communicate(timeout=60)
     differ = "page_size is 32, there 16; the model's intermediate_size is 48, there 96"
