@@ -124,12 +124,12 @@ def _phase(name: str, steps: Mapping[int, Step], trace: Trace) -> PhaseFigures:
 
 
 def _lines(parts: Iterable[tuple[str, float]], share: float) -> list[Line]:
-    """Sums by name, the longest first."""
+    """Sums by name, the longest first; equals, which a sum's rounding must not tell apart, as they come."""
     found: dict[str, Line] = {}
     for name, us in parts:
         line = found.setdefault(name, Line(name, 0.0, 0.0))
         line.us, line.calls = line.us + us * share, line.calls + share
-    return sorted(found.values(), key=lambda line: -line.us)
+    return sorted(found.values(), key=lambda line: -round(line.us, 6))
 
 
 def _kernels(work: Sequence[Work], groups: Sequence[Line], share: float) -> list[Line]:

@@ -17,7 +17,7 @@ from rich.console import Console
 from minisgl.bench.record import write_whole
 from minisgl.config import EngineConfig
 from minisgl.profiling import report, trace
-from minisgl.profiling.figures import Figures, Line, PhaseFigures, figures
+from minisgl.profiling.figures import Figures, Line, PhaseFigures, _lines, figures
 from minisgl.profiling.groups import group_of, short
 from minisgl.source.model_config import read_model_config
 
@@ -106,6 +106,12 @@ def phase_of(found: dict[str, Any]) -> PhaseFigures:
 
 def times(lines: list[Line]) -> dict[str, float]:
     return {line.name: line.us for line in lines}
+
+
+def test_lines_of_the_same_time_stay_in_their_order_however_it_adds_up():
+    assert 0.1 + 0.2 > 0.3
+    parts = [("whole", 0.3), ("in two", 0.1), ("in two", 0.2), ("long", 0.4)]
+    assert [line.name for line in _lines(parts, 1.0)] == ["long", "whole", "in two"]
 
 
 def test_time_is_counted_once_and_adds_up(recorded: dict[str, Any]):
