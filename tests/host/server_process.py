@@ -135,14 +135,22 @@ def is_alive(pid: int) -> bool:
 
     The first may have ended, and look so from outside, while others still hold what the process has open.
     """
-    return any(map(_runs, Path(f"/proc/{pid}/task").glob("*/stat")))
+    return not _states(pid) <= {"Z", "X"}
 
 
-def _runs(stat: Path) -> bool:
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def _states(pid: int) -> set[str]:
+    """Letters of proc(5), one for each thread."""
+    states = set[str]()
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ends just now
+            states.add(stat.read_text().rpartition(")")[2].split()[0])
+    return states
+
+
+def halt(pid: int) -> None:
+    """Stop a process with all its threads. Until the last of them stands still, SIGTERM would end it at once."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: _states(pid) <= {"T", "Z", "X"}, "a process to stand still")
 
 
 def listening(pid: int) -> set[str]:

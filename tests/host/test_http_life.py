@@ -137,8 +137,8 @@ def test_a_client_that_does_not_read_costs_no_more_than_its_text(model: Path):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
         body = {"prompt": "Hello", "max_tokens": 4000, "stream": True, "n": 20}
         connection.request("POST", COMPLETIONS, json.dumps(body).encode())
+        answered = connection.getresponse()  # it has begun
         until(lambda: counts(server) == (0, 0, 0))
-        answered = connection.getresponse()
         choices = [event["choices"][0] for event in events(answered.read().decode())]
         connection.close()
     texts = Counter[int]()

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from server_process import ROOT, ServerProcess, free_port, wait_for
+from server_process import ROOT, ServerProcess, free_port, halt, wait_for
 
 from minisgl.server.config import ServerConfig
 from minisgl.server.messages import EngineFacts
@@ -137,7 +137,7 @@ def test_a_part_that_stands_still_ends_with_the_killed_supervisor(start: Start):
     server = start("some-model")
     server.wait_until_ready()
     for pid in server.parts()[1:]:
-        os.kill(pid, signal.SIGSTOP)
+        halt(pid)
     server.process.kill()
     assert server.wait_for_the_end() == -signal.SIGKILL
 
@@ -232,7 +232,7 @@ def test_an_engine_that_hangs_is_told_of_and_ended(start: Start):
 def test_time_in_which_the_whole_server_stood_still_does_not_count_as_a_hang(start: Start):
     server = start("some-model", "--watchdog-timeout", "5")
     server.wait_until_ready()
-    server.process.send_signal(signal.SIGSTOP)
+    halt(server.process.pid)
     threading.Event().wait(5.5)
     server.process.send_signal(signal.SIGCONT)
     client, answer = ask(server, b"wait")

@@ -12,13 +12,13 @@ from functools import wraps
 from pathlib import Path
 
 import pytest
+from server_process import ROOT, halt, is_alive
 
 from minisgl import LLM, EngineClient, EngineConfig, SamplingParams
 from minisgl.server import child
 from minisgl.server.client import EngineDead
 from minisgl.server.messages import EngineSettings
 
-ROOT = Path(__file__).parents[2]
 FOREVER = SamplingParams(max_tokens=2000, temperature=0, ignore_eos=True)
 
 
@@ -47,13 +47,6 @@ def in_loop(test):
         asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
 
     return run
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def gone(pid: int) -> None:
@@ -197,7 +190,7 @@ async def test_closing_in_the_middle_ends_streams_and_leaves_no_process(config, 
 @in_loop
 async def test_an_engine_that_ignores_being_told_to_end_is_killed(config, started):
     client = await EngineClient.launch(config)
-    started[0].send_signal(signal.SIGSTOP)
+    halt(started[0].pid)
     await client.close()
     assert not is_alive(started[0].pid)
 
@@ -211,9 +204,10 @@ async def test_an_engine_starts_at_any_level_of_logging(config, monkeypatch, lev
 
 
 @in_loop
-async def test_closing_that_is_given_up_still_leaves_no_process(config, started):
+async def test_closing_that_is_given_up_still_leaves_no_process(config, started, monkeypatch):
+    monkeypatch.setattr(child, "END_S", 1000)
     client = await EngineClient.launch(config)
-    started[0].send_signal(signal.SIGSTOP)
+    halt(started[0].pid)
     closing = asyncio.create_task(client.close())
     await asyncio.sleep(0.1)
     closing.cancel()
@@ -228,7 +222,7 @@ async def test_a_launch_that_is_given_up_leaves_no_process(config, started, time
     launching = asyncio.create_task(EngineClient.launch(config))
     while not started:
         await asyncio.sleep(0.01)
-    started[0].send_signal(signal.SIGSTOP)
+    halt(started[0].pid)
     for _ in range(times):
         launching.cancel()
         await asyncio.sleep(0.1)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from server_process import free_port, is_alive, listening
+from server_process import free_port, halt, is_alive, listening
 
 from minisgl import LLM, EngineConfig, SamplingParams
 from minisgl.parallel import crew, meeting
@@ -96,7 +96,7 @@ def test_a_rank_that_hangs_ends_all_after_the_step_time_out(model, started):
     with engine(model, step_timeout=1.0) as llm:
         stream = llm.stream(PROMPTS[0], LONG)
         next(stream)
-        os.kill(started[0].pid, signal.SIGSTOP)
+        halt(started[0].pid)
         with pytest.raises(ChildProcessError, match=rf"--step-timeout: rank 1 \(pid {started[0].pid}\) is behind"):
             list(stream)
         wait_until_gone([process.pid for process in started])

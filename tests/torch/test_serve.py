@@ -20,7 +20,7 @@ import pytest
 from made_tokenizers import bytes_alone
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from server_process import PATIENCE_S, ROOT, ServerProcess, free_port, wait_for
+from server_process import PATIENCE_S, ROOT, ServerProcess, free_port, halt, wait_for
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -372,7 +372,7 @@ def test_an_engine_that_hangs_in_mid_stream_is_ended_with_all_else(start: Start)
     server = start("--watchdog-timeout", "6")
     url = server.wait_until_ready()
     stream = Streaming(url, 50_000)
-    os.kill(server.parts()[-1], signal.SIGSTOP)
+    halt(server.parts()[-1])
     wait_for(lambda: get(url, "/health")[0] == 503, "/health to tell")
     assert json.loads(get(url, "/health")[1])["status"] == "stalled"
     assert server.wait_for_the_end() == 1
@@ -385,7 +385,7 @@ def test_an_engine_that_goes_on_after_a_while_gets_requests_again(start: Start):
     url = server.wait_until_ready()
     stream = Streaming(url, 500)
     engine = server.parts()[-1]
-    os.kill(engine, signal.SIGSTOP)
+    halt(engine)
     wait_for(lambda: get(url, "/health")[0] == 503, "/health to tell")
     os.kill(engine, signal.SIGCONT)
     wait_for(lambda: get(url, "/health")[0] == 200, "/health to be well again")
