@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from recorded_gpus import RECORDINGS, RecordedGpus, made_up, recorded_run
 from rich.console import Console
+from server_process import wait_for
 
 from minisgl.bench import nvml, report
 from minisgl.bench.figures import pass_figures
@@ -135,21 +135,26 @@ class Recording:
     """GPUs that count how often they were read."""
 
     def __init__(self) -> None:
-        self.reads = count()
+        self.num_reads = 0
 
     def read(self) -> list[GpuSample]:
-        time_s = time.monotonic()
-        return [GpuSample(time_s=time_s, gpu=gpu, energy_mj=next(self.reads)) for gpu in range(2)]
+        time_s, self.num_reads = time.monotonic(), self.num_reads + 1
+        return [GpuSample(time_s=time_s, gpu=gpu, energy_mj=self.num_reads) for gpu in range(2)]
+
+    def wait(self, most: int) -> None:
+        """Until they were read so often from now on."""
+        until = self.num_reads + most
+        wait_for(lambda: self.num_reads >= until, "samples")
 
 
 def test_the_sampler_has_samples_around_a_stretch_and_none_beyond():
-    with Sampler(Recording(), interval_s=0.01) as sampler:
-        time.sleep(0.05)
+    with Sampler(gpus := Recording(), interval_s=0.01) as sampler:
+        gpus.wait(2)
         began_s = time.monotonic()
-        time.sleep(0.05)
+        gpus.wait(3)
         ended_s = time.monotonic()
         samples = sampler.between(began_s, ended_s)
-        time.sleep(0.05)
+        gpus.wait(2)
         again = sampler.between(began_s, ended_s)
     for gpu in range(2):
         times = [sample.time_s for sample in samples if sample.gpu == gpu]
@@ -193,10 +198,10 @@ def test_the_sampler_without_gpus_does_nothing():
 def test_the_sampler_ends_with_its_block():
     gpus = Recording()
     with Sampler(gpus, interval_s=0.001):
-        time.sleep(0.01)
-    reads = next(gpus.reads)
+        gpus.wait(3)
+    reads = gpus.num_reads
     time.sleep(0.02)
-    assert next(gpus.reads) == reads + 1
+    assert gpus.num_reads == reads
 
 
 # What makes a run suspect
