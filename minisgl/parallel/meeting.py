@@ -2,12 +2,14 @@
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -19,6 +21,7 @@ from minisgl.parallel.crew import START_S, Crew, Other, Place, Task
 from minisgl.parallel.linked import Exchanges, linked_sum
 from minisgl.parallel.ranks import Ranks
 
+Result = TypeVar("Result")
 _FOREVER = timedelta(days=365)  # torch's own time-outs know nothing of what a rank is doing
 _LEADER = "leader"  # the port where rank 0 waits for the others, and what they must have been told as well
 _OWN = {"model", "revision", "node_rank", "dist_init_addr"}  # fields of the config in which hosts may differ
@@ -51,10 +54,10 @@ def join(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
     if config.device == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
     if not place.torchrun:
-        _reach(place.host, place.port, START_S)  # for torch's own wait heeds no Ctrl-C
+        _reach(place.host, place.port, START_S)  # torch's own wait writes a warning for each try
     try:
-        store, _ = open_store(place)
-        port, alike = msgspec.json.decode(store.get(_LEADER))
+        store, told = _aside(lambda: (store := open_store(place)[0], store.get(_LEADER)))
+        port, alike = msgspec.json.decode(told)
     except RuntimeError as error:
         raise ConnectionError(f"rank 0 does not answer at {place.host}:{place.port}") from error
     with closing(socket.create_connection((place.host, port))) as line:
@@ -101,6 +104,20 @@ def _reach(host: str, port: int, within_s: float) -> None:
             if time.monotonic() > until_s:
                 raise ConnectionError(f"nobody answers at {host}:{port}: {error}") from error
         time.sleep(0.2)
+
+
+def _aside(call: Callable[[], Result]) -> Result:
+    """What a call returns or raises that waits inside torch: in a thread of its own, so that Ctrl-C is heeded here."""
+    done = Future[Result]()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    return done.result()
 
 
 def _asked(task: Task) -> dict[str, Any]:

@@ -304,13 +304,23 @@ def join(*arguments, own=rank.join):
     return own(*arguments)
 
 rank.join = join
-LLM(sys.argv[1], device="cpu", tp=2, nnodes=2, node_rank=1, dist_init_addr="127.0.0.1:1")
+LLM(sys.argv[1], device="cpu", tp=2, nnodes=2, node_rank=1, dist_init_addr=f"127.0.0.1:{sys.argv[2]}")
 """
 
 
-def test_the_wait_for_the_first_host_ends_with_ctrl_c(model):
-    done = subprocess.run([sys.executable, "-c", WAIT, model], stderr=subprocess.PIPE, timeout=30, check=False)
+def wait_in_vain(model: str, port: int) -> None:
+    command = [sys.executable, "-c", WAIT, model, str(port)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, timeout=30, check=False)
     assert done.returncode == -signal.SIGINT, done.stderr
+
+
+def test_the_wait_for_the_first_host_ends_with_ctrl_c(model):
+    wait_in_vain(model, 1)
+
+
+def test_the_wait_for_what_is_no_host_and_says_nothing_ends_with_ctrl_c(model):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        wait_in_vain(model, silent.getsockname()[1])
 
 
 def test_an_address_that_is_not_of_the_first_host_is_said(model):
