@@ -1,13 +1,18 @@
-"""What this host gives the process: memory, within its cgroup, CPU instructions, a compiler for the GPU, an owner."""
+"""What this host gives the process: memory within its cgroup, CPU instructions, nvcc, an owner, a thread aside."""
 
 import ctypes
 import os
 import shutil
 import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -16,6 +21,23 @@ def end_with(owner: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:  # it ended before the kernel knew
         os._exit(1)
+
+
+def aside(call: Callable[[], T], timeout_s: float | None = None) -> T:
+    """The result of a call that may hang where no time-out of its own and no Ctrl-C reaches it; or TimeoutError.
+
+    It runs in a daemon thread, which nobody waits for any more once this has raised.
+    """
+    outcome = Future[T]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="aside").start()
+    return outcome.result(timeout_s)
 
 
 @dataclass(frozen=True)
@@ -44,11 +66,8 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
 
 def cpu_field(name: str, root: Path = Path("/")) -> str:
     """What Linux says of the first processor under a name, empty where it says nothing."""
-    for line in read(root / "proc/cpuinfo").splitlines():
-        field, _, value = line.partition(":")
-        if field.strip() == name:
-            return value.strip()
-    return ""
+    fields = (line.partition(":") for line in read(root / "proc/cpuinfo").splitlines())
+    return next((value.strip() for field, _, value in fields if field.strip() == name), "")
 
 
 def nvcc() -> str | None:

@@ -2,14 +2,12 @@
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -17,11 +15,11 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGl
 from torch.distributed.rendezvous import rendezvous
 
 from minisgl.config import EngineConfig
+from minisgl.host import aside
 from minisgl.parallel.crew import START_S, Crew, Other, Place, Task
 from minisgl.parallel.linked import Exchanges, linked_sum
 from minisgl.parallel.ranks import Ranks
 
-Result = TypeVar("Result")
 _FOREVER = timedelta(days=365)  # torch's own time-outs know nothing of what a rank is doing
 _LEADER = "leader"  # the port where rank 0 waits for the others, and what they must have been told as well
 _OWN = {"model", "revision", "node_rank", "dist_init_addr"}  # fields of the config in which hosts may differ
@@ -56,8 +54,8 @@ def join(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
     if not place.torchrun:
         _reach(place.host, place.port, START_S)  # torch's own wait writes a warning for each try
     try:
-        store, told = _aside(lambda: (store := open_store(place)[0], store.get(_LEADER)))
-        port, alike = msgspec.json.decode(told)
+        store, _ = aside(lambda: open_store(place))  # inside torch, which heeds no Ctrl-C
+        port, alike = msgspec.json.decode(aside(lambda: store.get(_LEADER)))
     except RuntimeError as error:
         raise ConnectionError(f"rank 0 does not answer at {place.host}:{place.port}") from error
     with closing(socket.create_connection((place.host, port))) as line:
@@ -104,20 +102,6 @@ def _reach(host: str, port: int, within_s: float) -> None:
             if time.monotonic() > until_s:
                 raise ConnectionError(f"nobody answers at {host}:{port}: {error}") from error
         time.sleep(0.2)
-
-
-def _aside(call: Callable[[], Result]) -> Result:
-    """What a call returns or raises that waits inside torch: in a thread of its own, so that Ctrl-C is heeded here."""
-    done = Future[Result]()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except Exception as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="rendezvous", daemon=True).start()
-    return done.result()
 
 
 def _asked(task: Task) -> dict[str, Any]:

@@ -8,14 +8,13 @@ there, and what goes wrong is said once, by us.
 import hashlib
 import logging
 import re
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from minisgl.host import aside
 from minisgl.source.cache_folder import Report, require_free, watched
 from minisgl.source.folder import CONFIG, check_folder, small_files, weight_index, weight_names
 from minisgl.source.model_config import read_model_config
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def snapshot(repo_id: str, revision: str | None, weights: bool, report: Report, timeout_s: float) -> Path:
@@ -41,9 +38,9 @@ def snapshot(repo_id: str, revision: str | None, weights: bool, report: Report, 
         report(f"looking up {repo_id}", 0, None)
         api = HfApi()
         try:
-            info = _within(
-                timeout_s,
-                lambda: api.model_info(repo_id, revision=revision, files_metadata=True, timeout=timeout_s),
+            # Name look-up and a host's many addresses know no time-out of their own.
+            info = aside(
+                lambda: api.model_info(repo_id, revision=revision, files_metadata=True, timeout=timeout_s), timeout_s
             )
         except Exception as error:  # of whatever HTTP library this huggingface_hub uses
             if (refusal := _refusal(error, repo_id, revision)) is not None:
@@ -175,21 +172,6 @@ def _reason(error: BaseException) -> str:
         return _reason(error.__cause__)
     words = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
     return re.sub(r"^\[Errno -?\d+\] ", "", words.splitlines()[0])
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The call's result, or TimeoutError: name look-up and a host's many addresses know no time-out of their own."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    # A daemon: it may hang for minutes, and nobody waits for it.
-    threading.Thread(target=run, daemon=True, name="hub-probe").start()
-    return outcome.result(seconds)
 
 
 @contextmanager

@@ -58,11 +58,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("model", "attention", "kernels", "parallel", "source", "request", "batch", "host", "config"),
         "profiling",  # of ranks that follow, which rank 0 tells to record
     },
-    "parallel": {"source", "batch", "config"},
+    "parallel": {"source", "batch", "host", "config"},
     "kernels": set(),
     "attention": {"kernels", "batch", "host", "config"},
     "model": {"attention", "kernels", "parallel", "source", "batch", "config"},
-    "source": {"config"},
+    "source": {"host", "config"},
     "tokenizer": set(),
     "host": set(),
     "config": set(),

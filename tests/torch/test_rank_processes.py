@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from server_process import free_port, halt, is_alive, listening
+from torch.distributed import TCPStore
 
 from minisgl import LLM, EngineConfig, SamplingParams
 from minisgl.parallel import crew, meeting
@@ -321,6 +322,11 @@ def test_the_wait_for_the_first_host_ends_with_ctrl_c(model):
 def test_the_wait_for_what_is_no_host_and_says_nothing_ends_with_ctrl_c(model):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         wait_in_vain(model, silent.getsockname()[1])
+
+
+def test_the_wait_for_a_first_host_that_does_not_get_on_ends_with_ctrl_c(model):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    wait_in_vain(model, store.port)
 
 
 def test_an_address_that_is_not_of_the_first_host_is_said(model):
