@@ -8,6 +8,7 @@ Random weights, on one CUDA device; with `--tp`, the part of one rank of so many
 """
 
 import argparse
+import itertools
 import time
 
 import numpy as np
@@ -24,6 +25,7 @@ from minisgl.source.model_config import read_model_config
 
 SIZES = ((1, 128), (1, 600), (1, 2000), (1, 16_000), (4, 600), (8, 600), (16, 600), (32, 600))
 WARM_UP, STEPS, TURNS = 15, 80, 2
+KEYS = itertools.count()
 
 
 def main() -> None:
@@ -73,8 +75,8 @@ def step_s(engine: Engine, rows: int, tokens: int, seed: int) -> float:
     prompts = np.random.default_rng(seed).integers(0, 10_000, (rows, tokens), dtype=np.int32)
     most = WARM_UP + STEPS + 5
     requests = [
-        Request(key=key, prompt=prompt, max_tokens=most, sampling=sampling, stop_ids=(), seed=key, arrival_s=0.0)
-        for key, prompt in enumerate(prompts)
+        Request(key=next(KEYS), prompt=prompt, max_tokens=most, sampling=sampling, stop_ids=(), seed=row, arrival_s=0.0)
+        for row, prompt in enumerate(prompts)
     ]
     for request in requests:
         engine.add(request)

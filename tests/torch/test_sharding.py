@@ -1,13 +1,16 @@
 """Who holds what: shards make up the whole, and what can't be parted is refused; and how ranks talk."""
 
 import dataclasses
+import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from server_process import listening
 from torch.distributed import HashStore, PrefixStore
 
 from minisgl.batch import Batch, Joins, Ragged
@@ -16,8 +19,11 @@ from minisgl.config import EngineConfig
 from minisgl.kernels.gumbel import choose_fused, find_fused, sample
 from minisgl.model.decoder import Decoder
 from minisgl.model.weights import _places, dummy_weights, load_weights
+from minisgl.parallel import linked
+from minisgl.parallel.crew import Place
 from minisgl.parallel.line import pack, receive, unpack
-from minisgl.parallel.linked import Exchanges
+from minisgl.parallel.linked import Exchanges, LinkedSum
+from minisgl.parallel.meeting import make_ranks, open_store
 from minisgl.parallel.ranks import ALONE, Ranks
 from minisgl.parallel.sharding import Shard, Vocabulary, check_divisible, heads, shards
 from minisgl.source.model_config import read_model_config
@@ -206,6 +212,29 @@ def test_exchanges_of_torch_are_one_whatever_the_numbers_that_processes_have_com
         ranks = [pool.submit(meet, rank, first) for rank, first in enumerate([9, 0, 100])]
         for rank in ranks:
             assert rank.result(20) == [[f"{number} of {each}".encode() for each in range(3)] for number in range(3)]
+
+
+@pytest.mark.parametrize(("fastest", "taken"), [("one_shot", True), ("all_reduce", False)])
+def test_sums_over_memory_are_those_found_fastest_and_keep_no_port_once_let_go(fastest, taken, monkeypatch):
+    """One rank, with memory that it shares with nobody; torch keeps a group's name and its store for good."""
+    symmetric, before = linked.c10d._SymmetricMemory, listening(os.getpid())
+    empty = staticmethod(lambda size, _, dtype, device: torch.empty(size, dtype=dtype, device=device))
+    monkeypatch.setattr(symmetric, "empty_strided_p2p", empty)
+    monkeypatch.setattr(symmetric, "rendezvous", staticmethod(lambda *_: None))
+    copy = SimpleNamespace(one_shot_all_reduce_copy_out=lambda mine, x, kind, group, total: total.copy_(x))
+    monkeypatch.setattr(torch.ops, "symm_mem", copy)
+    monkeypatch.setattr(linked, "seconds", lambda way, _: 1.0 if way.__name__ == fastest else 2.0)
+    place = Place(0, 1, 0, 1, "127.0.0.1", 0)
+    store, place = open_store(place)
+    ranks = make_ranks(place, EngineConfig(device="cpu", dtype="float32"), store, place.host)
+    made = LinkedSum(ranks, Exchanges(store), torch.float32, CPU)
+    made.measure(ranks)
+    sums = [made(torch.full((size // 4,), 3.0)) for size in (16, 1 << 12, (1 << 12) + 16, 1 << 22)]
+    assert [total is not None and bool((total == 3.0).all()) for total in sums] == [taken] * 4
+    assert made(torch.ones(5)) is None and made(torch.ones((1 << 20) + 4)) is None
+    assert listening(os.getpid()) != before
+    del made, ranks, store
+    assert listening(os.getpid()) == before
 
 
 @pytest.mark.parametrize("size", [2, 3])
