@@ -1,9 +1,10 @@
-"""What this host gives the process: memory within its cgroup, CPU instructions, nvcc, an owner, a thread aside."""
+"""What this host gives the process: memory within its cgroup, CPU instructions, nvcc, processes, a thread aside."""
 
 import ctypes
 import os
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +15,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """What runs a module of minisgl as a process: of this very minisgl, whatever is installed or lies in the folder."""
+    find = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); import minisgl, runpy; del sys.path[0]"
+    return [sys.executable, "-P", "-c", f"{find}; runpy.run_module({module!r}, None, '__main__', True)", *arguments]
 
 
 def end_with(owner: int) -> None:

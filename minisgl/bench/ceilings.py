@@ -4,12 +4,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from minisgl.bench.record import Ceilings
 from minisgl.doctor.machine import cores
+from minisgl.host import command
 from minisgl.source.cache_folder import cache_folder, make_once, silent
 
 
@@ -18,8 +18,8 @@ def in_child(device: str, dtype: str) -> str:
 
     Another process measures, so that nothing stays of it here. ValueError with the reason where it fails.
     """
-    command = [sys.executable, "-P", "-m", "minisgl.profiling.ceilings", device, dtype, str(os.getpid())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    measure = command("minisgl.profiling.ceilings", device, dtype, str(os.getpid()))
+    done = subprocess.run(measure, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"the ceilings could not be measured: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
     return done.stdout

@@ -24,6 +24,7 @@ from typing import IO, Any, NoReturn
 import msgspec
 
 from minisgl.config import EngineConfig
+from minisgl.host import command
 from minisgl.source.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ _TELL_S = 5.0
 """How long rank 0 may take to notice that another has ended; then it is stuck in a call to the device, and ends too."""
 _END_S = 2.0
 """How long ranks may take to end when they are asked to."""
-_LAST_WORDS_BYTES = 8192
+_LAST_WORDS_BYTES = 1 << 16
 START_S = 600.0
 """How long ranks may stand still while they start, at least; what takes longest is to compile a kernel."""
 
@@ -58,24 +59,21 @@ def find_place(config: EngineConfig) -> Place:
     ValueError where what these say does not fit together.
     """
     environ = os.environ
-    if config.tp > 1 and "TORCHELASTIC_RUN_ID" in environ:
+    if config.tp > 1 and environ.keys() >= {"TORCHELASTIC_RUN_ID", "WORLD_SIZE"}:
         size = int(environ["WORLD_SIZE"])
         if size != config.tp or config.nnodes > 1:
             raise ValueError(
-                f"tp={config.tp}, nnodes={config.nnodes}: torchrun has started {size} ranks; tp must be as many, and "
-                "nnodes is torchrun's own to say"
+                f"tp={config.tp}, nnodes={config.nnodes}: torchrun has started {size} ranks: tp must say so, not nnodes"
             )
         host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         one_host = environ["LOCAL_WORLD_SIZE"] == environ["WORLD_SIZE"]
         return Place(int(environ["RANK"]), size, int(environ["LOCAL_RANK"]), 1, host, port, one_host, torchrun=True)
     if config.node_rank >= config.nnodes:
-        raise ValueError(
-            f"node_rank={config.node_rank}: it must be less than nnodes={config.nnodes}, and 0 on the first"
-        )
+        raise ValueError(f"node_rank={config.node_rank}: it must be less than nnodes={config.nnodes}, 0 on the first")
     if config.nnodes == 1:
         return Place(0, config.tp, 0, config.tp, "127.0.0.1", 0)
     host, _, port = (config.dist_init_addr or "").rpartition(":")
-    if config.tp % config.nnodes or not (host and port.isdecimal() and 0 < int(port) < 65536):
+    if config.tp % config.nnodes or not (host.strip("[]:.0") and port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError(
             f"nnodes={config.nnodes}: tp={config.tp} must be a multiple of it, and dist_init_addr HOST:PORT of the "
             f"first host, got {config.dist_init_addr!r}"
@@ -116,7 +114,7 @@ class Other:
         if self.process is None or (code := self.process.returncode) is None:
             return f"{self.name} has closed its connection" + ("" if self.process else ": its own terminal says why")
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        said = self.last_words().splitlines()
+        said = self.last_words().partition("Fatal Python error: ")[0].splitlines()  # behind it, where all threads were
         return f"{self.name} ended with {how}" + (f": {said[-1]}" if said else "")
 
     def last_words(self) -> str:
@@ -181,7 +179,7 @@ class _Watch:
     def _who_hangs(self) -> str:
         steps = {"rank 0": self.steps} | {other.name: other.steps for other in self.others}
         behind = [name for name, count in steps.items() if count < max(steps.values())]
-        return f"{', '.join(behind)} is behind" if behind else "who hangs is not known"
+        return f"{', '.join(behind)} is behind" if behind else "none is behind, so a step may just take longer"
 
     def fail(self, why: str, exit_code: int = 1) -> None:
         """End all ranks, for this reason; only the first counts."""
@@ -248,9 +246,14 @@ class Crew:
                 process.wait()
 
         threading.Thread(target=work, args=(self._watch,), name="ranks", daemon=True).start()
-        begun.wait()
         self.close = weakref.finalize(self, _close, self._watch, os.getpid())
         """End the other ranks; safe to call again, and done when nobody has this any more."""
+        try:
+            begun.wait()
+        except BaseException:  # Ctrl-C
+            begun.wait()  # a moment
+            self.close()
+            raise
 
     @contextmanager
     def at_work(self, timeout_s: float | None = None, together: bool = False) -> Iterator[None]:
@@ -339,10 +342,8 @@ def _close(watch: _Watch, owner: int) -> None:
 
 def _start(task: Task, words: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a rank in a session of its own, where the terminal's Ctrl-C does not reach it."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "minisgl.runtime.rank"],
-        stdin=subprocess.PIPE, stdout=words, stderr=words, start_new_session=True,
-    )  # fmt: skip
+    own, pipe = command("minisgl.runtime.rank"), subprocess.PIPE
+    process = subprocess.Popen(own, stdin=pipe, stdout=words, stderr=words, start_new_session=True)
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin:  # if it has ended, the thread will see that
         process.stdin.write(msgspec.json.encode(msgspec.structs.replace(task, owner=os.getpid())))

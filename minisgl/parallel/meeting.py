@@ -50,7 +50,7 @@ def lead(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks
 def join(place: Place, config: EngineConfig, task: Task) -> Iterator[tuple[Ranks, socket.socket]]:
     """Start the other ranks of this host, where that is this one's part, and meet all; yields the line to rank 0."""
     if config.device == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() // place.size))
+        torch.set_num_threads(max(1, torch.get_num_threads() // (place.size // config.nnodes)))
     if not place.torchrun:
         _reach(place.host, place.port, START_S)  # torch's own wait writes a warning for each try
     try:

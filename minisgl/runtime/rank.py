@@ -219,6 +219,7 @@ def main() -> None:
         work(task)
     except BaseException as error:
         traceback.print_exception(error)
+        print(f"{type(error).__name__}: {error}".partition("\n")[0], file=sys.stderr)  # its last words
         leave(1)
     leave(0)  # at once: what the device still holds goes with the process, and to free it might be to wait for it
 

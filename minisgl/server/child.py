@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from minisgl.host import end_with
+from minisgl.host import command, end_with
 from minisgl.server.messages import Control, Report
 
 _LONGEST_LINE = 1 << 20
@@ -82,14 +81,14 @@ def socket_folder() -> Iterator[Path]:
 
 
 async def start(module: str, settings: msgspec.Struct) -> asyncio.subprocess.Process:
-    """Start `python -m module` as a child and send it its settings.
+    """Start a module of minisgl as a child and send it its settings.
 
     It leads a session and process group: the terminal's Ctrl-C does not reach it, and it can be ended with all that it
-    started. What lies in the current folder is not what it imports.
+    started.
     """
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", module), stdin=pipe, stdout=pipe, limit=_LONGEST_LINE, start_new_session=True
+        *command(module), stdin=pipe, stdout=pipe, limit=_LONGEST_LINE, start_new_session=True
     )
     send(process, settings)
     return process

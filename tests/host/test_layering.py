@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
     },
     "openai": {"llm", "generation", "results", "config"},
-    "bench": {"minisgl", "llm", "results", "doctor", "source", "config"},
+    "bench": {"minisgl", "llm", "results", "doctor", "source", "host", "config"},
     "doctor": {"minisgl", "source", "host"},
     "profiling": {
         *("bench", "doctor", "build", "engine", "generation", "scheduler", "server", "request", "batch", "source"),

@@ -1,6 +1,7 @@
 """Ranks as processes: whichever ends, all end within seconds, and say which it was; nothing stays behind."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,9 @@ from torch.distributed import TCPStore
 
 from minisgl import LLM, EngineConfig, SamplingParams
 from minisgl.parallel import crew, meeting
+from minisgl.runtime.runner import ModelRunner
 
+ROOT = Path(__file__).parents[2]
 PROMPTS = [[3, 4, 5], [6] * 20, [7, 8]]
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 
@@ -104,7 +107,7 @@ def test_a_rank_that_hangs_ends_all_after_the_step_time_out(model, started):
 
 
 FAULTY = """#!{python}
-import os, signal, time
+import os, signal, sys, time
 from minisgl.parallel import meeting
 from minisgl.runtime import rank
 
@@ -113,6 +116,13 @@ def kill(*_, **__):
 
 def hang(*_, **__):
     time.sleep(1000)
+
+def explain(*_, **__):
+    raise RuntimeError("an illegal memory access\\nCompile with another flag to know more.")
+
+def abort(*_, **__):
+    print("what(): too many open files", file=sys.stderr, flush=True)
+    os.abort()
 
 {moment} = {fault}
 rank.main()
@@ -143,10 +153,19 @@ KILLED = r"^rank 1 \(pid \d+\) ended with signal SIGKILL"
         ("rank.load_weights", "hang", BEHIND),
         ("rank.ModelRunner", "hang", r"^the ranks have stood still for 4 s"),
         ("rank.ModelRunner", "kill", KILLED),
+        ("rank.join", "explain", r"ended with exit code 1: RuntimeError: an illegal memory access$"),
+        ("rank.join", "abort", r"ended with signal SIGABRT: what\(\): too many open files$"),
     ],
-    ids=["hangs before it comes", "hangs while it loads", "hangs at the end", "is killed at the end"],
+    ids=[
+        "hangs before it comes",
+        "hangs while it loads",
+        "hangs at the end",
+        "is killed at the end",
+        "fails",
+        "aborts",
+    ],
 )
-def test_a_rank_that_hangs_or_is_killed_while_it_starts_ends_all(
+def test_a_rank_that_hangs_or_ends_while_it_starts_ends_all_and_says_why(
     moment, fault, said, model, started, faulty, monkeypatch
 ):
     if fault == "hang":
@@ -154,7 +173,57 @@ def test_a_rank_that_hangs_or_is_killed_while_it_starts_ends_all(
     monkeypatch.setattr(sys, "executable", faulty(moment, fault))
     with pytest.raises(ChildProcessError, match=said):
         engine(model, step_timeout=1.0)
-    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert [process.returncode for process in started] == [
+        {"explain": 1, "abort": -signal.SIGABRT}.get(fault, -signal.SIGKILL)
+    ]
+
+
+def test_ranks_that_all_take_their_time_are_not_said_to_hang(model, monkeypatch):
+    def slow(self, batch):
+        time.sleep(3)
+
+    monkeypatch.setattr(ModelRunner, "launch", slow)
+    said = r"stood still for 1 s, .*: none is behind, so a step may just take longer$"
+    with engine(model, step_timeout=1.0) as llm, pytest.raises(ChildProcessError, match=said):
+        llm.generate(PROMPTS, LONG)
+
+
+def test_ctrl_c_while_ranks_are_started_leaves_none(model, monkeypatch):
+    processes = []
+
+    def start(*arguments, own=crew._start):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        processes.append(own(*arguments))
+        return processes[-1]
+
+    monkeypatch.setattr(crew, "_start", start)
+    with pytest.raises(KeyboardInterrupt):
+        engine(model, tp=2)
+    wait_until_gone([process.pid for process in processes])
+    assert len(processes) == 1
+
+
+COPIED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from minisgl import LLM
+with LLM(sys.argv[2], dtype="float32", device="cpu", max_model_len=512, tp=2) as llm:
+    print(sys.modules["minisgl"].__file__)
+"""
+
+
+def test_ranks_run_the_very_code_of_the_process_that_starts_them(model, tmp_path):
+    """Not what is installed, where a script has put another before it."""
+    copy = tmp_path / "minisgl"
+    shutil.copytree(ROOT / "minisgl", copy)
+    with (copy / "runtime/rank.py").open("a") as file:
+        file.write(f"    open({str(tmp_path / 'said')!r}, 'w').write(str(sys.modules['minisgl'].__file__))\n")
+    (copy / "runtime/rank.py").write_text((copy / "runtime/rank.py").read_text().replace("    leave(0)", "    return"))
+    command = [sys.executable, "-c", COPIED, str(tmp_path), model]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == str(copy / "__init__.py"), done.stderr
+    assert (tmp_path / "said").read_text() == str(copy / "__init__.py")
 
 
 START = """

@@ -19,8 +19,8 @@ from minisgl.config import EngineConfig
 from minisgl.kernels.gumbel import choose_fused, find_fused, sample
 from minisgl.model.decoder import Decoder
 from minisgl.model.weights import _places, dummy_weights, load_weights
-from minisgl.parallel import linked
-from minisgl.parallel.crew import Place
+from minisgl.parallel import linked, meeting
+from minisgl.parallel.crew import Place, Task, find_place
 from minisgl.parallel.line import pack, receive, unpack
 from minisgl.parallel.linked import Exchanges, LinkedSum
 from minisgl.parallel.meeting import make_ranks, open_store
@@ -107,6 +107,8 @@ def test_what_cannot_be_parted_is_refused_with_what_could_be(tiny_model):
         ({"tp": 2, "nnodes": 2}, r"dist_init_addr HOST:PORT of the first host, got None"),
         ({"tp": 2, "nnodes": 2, "dist_init_addr": "alone"}, r"got 'alone'"),
         ({"tp": 2, "nnodes": 2, "dist_init_addr": "a:65536"}, r"got 'a:65536'"),
+        ({"tp": 2, "nnodes": 2, "dist_init_addr": "0.0.0.0:99"}, r"of the first host, got '0.0.0.0:99'"),
+        ({"tp": 2, "nnodes": 2, "dist_init_addr": "[::]:99"}, r"of the first host, got '\[::\]:99'"),
         ({"tp": 2, "nnodes": 2, "node_rank": 2}, r"node_rank=2: it must be less than nnodes=2"),
     ],
 )
@@ -120,6 +122,26 @@ def test_torchrun_and_tp_must_say_the_same(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"^tp=2, nnodes=1: torchrun has started 4 ranks"):
         resolve(EngineConfig(device="cpu", tp=2))
+
+
+def test_a_process_that_torchrun_has_not_started_itself_starts_its_ranks(monkeypatch):
+    """Only its run's name may have come from whoever started this."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert find_place(EngineConfig(device="cpu", tp=2)) == Place(0, 2, 0, 2, "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(("nnodes", "threads"), [(1, 2), (2, 4), (4, 8)])
+def test_ranks_share_the_threads_of_their_own_host(nnodes, threads, monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    config = EngineConfig(device="cpu", tp=8, nnodes=nnodes)
+    task = Task(Place(1, 8, 1, 1, "127.0.0.1", 1, torchrun=True), {}, "", "", None)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(meeting, "open_store", lambda _: pytest.fail("and no further", pytrace=False))
+    with pytest.raises(pytest.fail.Exception), meeting.join(task.place, config, task):
+        pass
+    assert taken == [threads]
 
 
 def test_fewer_gpus_than_ranks_are_refused_before_anything_is_fetched(monkeypatch):
